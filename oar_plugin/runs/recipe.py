@@ -7,12 +7,12 @@ functions raise `RecipeError` for a recipe that cannot run, also for one with a 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import io
 import json
+import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,13 +52,13 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
     """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
-    verl need not be installed. It is imported, which takes seconds, only for config groups of other plugins of verl.
+    verl is imported, which takes seconds, only for config groups of its other plugins.
 
     Raises:
         RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
     """
     from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException, MissingConfigException
+    from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -69,39 +69,26 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         raise RecipeError(f"{folder} has no {variant}.yaml: {advice}")
     if fault := misspelt(overrides):
         raise RecipeError(fault)
+    if any(word.startswith("+") for word in overrides) and any(
+        not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")
+    ):
+        import verl  # noqa: F401  `+GROUP=NAME`: verl's other plugins add their groups when it is imported
 
-    def composed() -> DictConfig:
+    try:
         with (
             command_line([*entry_point(folder, variant), *overrides]),
             initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
         ):
-            return compose(config_name=variant, overrides=[*overrides, _search_path(folder / f"{variant}.yaml")])
-
-    if any(override.startswith("+") for override in overrides):  # `+GROUP=NAME`, or a new key
-        _load_other_plugins()
-    try:
-        try:
-            config = composed()
-        except MissingConfigException:  # perhaps a group in the recipe's `defaults`
-            _load_other_plugins()
-            config = composed()
-        engine = str(config.model_engine)
-        faults = _unknown_in_files(folder, variant, _generated(engine))
-        faults = faults and _unknown_in_files(folder, variant, _schema(engine))
+            config = compose(config_name=variant, overrides=[*overrides, _search_path(folder / f"{variant}.yaml")])
+        faults = _unknown_in_files(folder, variant, str(config.model_engine))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
-        faults = _unknown_in_overrides(overrides)
-        raise RecipeError("\n".join(faults) or f"{folder.name}/{variant}.yaml does not compose: {reason}") from error
+        unknown = re.match(r"Could not override '([\w.]+)'", reason)  # Hydra only suggests to add such a key
+        hint = did_you_mean(unknown[1], _keys("dp") | _keys("megatron")) if unknown else ""
+        raise RecipeError(f"{folder.name}/{variant}.yaml does not compose: {reason}{hint}") from error
     if faults:
         raise RecipeError("\n".join(faults))
     return config
-
-
-def _load_other_plugins() -> None:
-    """Import verl, which loads its plugins, if there are others than ours: they may add config groups."""
-    if any(not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")):
-        with contextlib.suppress(ModuleNotFoundError):
-            import verl  # noqa: F401
 
 
 def _search_path(file: Path) -> str:
@@ -115,93 +102,44 @@ def _search_path(file: Path) -> str:
     return f"hydra.searchpath={json.dumps(places, ensure_ascii=False)}"
 
 
-# ---- mistyped keys: Hydra accepts an unknown key in a yaml file, and verl then runs with its default for the key that was
-# meant. On the command line Hydra refuses an unknown key, but suggests adding it even if it is only mistyped.
-
-_NOT_VERLS = ("defaults", "hydra", "algorithm.oar")
-"""Keys that are not looked up in verl's schema: Hydra's own, and OAR's, which `OarConfig` checks."""
+_UNCHECKED = re.compile(r"^hydra\.|^algorithm\.oar\.|kwargs|\boverride_")
+"""Keys that verl does not define: Hydra's, OAR's, which `OarConfig` checks, and those that verl passes on."""
 
 
-def _unknown_in_files(folder: Path, name: str, schema: Mapping[str, Any]) -> list[str]:
-    """Return one line for each unknown key in a yaml file of a recipe, and in the files beside it that its `defaults` name."""
+def _unknown_in_files(folder: Path, variant: str, engine: str) -> list[str]:
+    """Return one line for each key in a recipe's two yaml files that verl does not have.
+
+    Hydra accepts such a key, and verl then runs with its default for the key that was meant.
+    """
     from omegaconf import OmegaConf
 
-    file = folder / f"{name}.yaml"
-    if not file.is_file():
-        return []
-    tree: Any = OmegaConf.to_container(OmegaConf.load(file))
-    lines = [f"{file}: {key}: verl has no such key{_hint(key, _names(schema))}" for key in _unknown(tree, schema)]
-    for entry in tree.get("defaults") or []:
-        if isinstance(entry, str) and entry != "_self_":
-            lines += _unknown_in_files(folder, entry, schema)
+    known, lines = _keys(engine), []
+    names = set().union(*map(_prefixes, known))
+    for file in (folder / f"{variant}.yaml", folder / "recipe.yaml"):
+        tree: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+        for key in (key for key, _ in flat(tree) if "." in key):  # the others are variables, to which values refer
+            if key not in names and not _prefixes(key) & known and not _UNCHECKED.search(key):
+                lines.append(f"{file}: {key}: verl has no such key{did_you_mean(key, names)}")
     return lines
-
-
-def _unknown_in_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return one line for each override whose key is not in verl's schema."""
-    known = _names(_schema("dp")) | _names(_schema("megatron"))
-    lines = []
-    for word in overrides:
-        key = word.partition("=")[0]
-        if "." in key and not key.startswith(("+", "~", "hydra.", "algorithm.oar.")) and key not in known:
-            hint = "" if any(map(_accepts_any_key, key.split("."))) else _hint(key, known)
-            lines.append(f"{word}: verl's schema has no such key{hint or ';'} to add one, write +{word}")
-    return lines
-
-
-def _unknown(tree: Mapping[Any, Any], schema: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        key, free = f"{prefix}{name}", _accepts_any_key(str(name))
-        # Top-level keys with plain values are variables, which other values refer to.
-        if key in _NOT_VERLS or (not prefix and not isinstance(value, Mapping)):
-            continue
-        if name not in schema:
-            if not free:
-                yield key
-        elif isinstance(value, Mapping) and isinstance(schema[name], Mapping) and schema[name] and not free:
-            yield from _unknown(value, schema[name], f"{key}.")
-
-
-def _accepts_any_key(name: str) -> bool:
-    """Return whether verl accepts any key in a group of this name, as in groups that are empty in its schema."""
-    return "kwargs" in name or name.startswith("override_")
-
-
-def _hint(key: str, known: Collection[str]) -> str:
-    """Return a suggestion, a key with a similar name in the same group or with the same name elsewhere; or an empty string."""
-    group, _, name = key.rpartition(".")
-    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == group}
-    close = [siblings[each] for each in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)]
-    namesakes = [other for other in known if other.rpartition(".")[2] == name]
-    close += difflib.get_close_matches(key, namesakes, n=1, cutoff=0.0)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _generated(engine: str) -> Any:
-    """Return verl's own record of its schema: fast to read, but a fork may lack it or not keep it up to date."""
-    import yaml
-
-    from oar_plugin.hosts.verl.hydra_conf import config_folder
-
-    file = config_folder() / f"_generated_ppo_{'' if engine == 'dp' else f'{engine}_'}trainer.yaml"
-    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 @functools.cache
-def _schema(engine: str) -> Any:
+def _keys(engine: str) -> set[str]:
+    """Return the keys that verl's own configuration has."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
     from oar_plugin.hosts.verl.hydra_conf import config_folder
 
     with initialize_config_dir(str(config_folder()), version_base=None):
-        return OmegaConf.to_container(compose("ppo_trainer", [f"model_engine={engine}"]))
+        schema: Any = OmegaConf.to_container(compose("ppo_trainer", [f"model_engine={engine}"]))
+    return {key for key, _ in flat(schema)}
 
 
-def _names(schema: Mapping[str, Any]) -> set[str]:
-    """Return the dotted names of all keys and groups."""
-    words = [key.split(".") for key, _ in flat(schema)]
-    return {".".join(each[:length]) for each in words for length in range(1, len(each) + 1)}
+def _prefixes(key: str) -> set[str]:
+    """Return a dotted key and the groups that it is in."""
+    words = key.split(".")
+    return {".".join(words[:length]) for length in range(1, len(words) + 1)}
 
 
 def flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -216,30 +154,27 @@ def flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
     """Return the number of nodes, GPUs per node, and GPUs in total.
 
-    They include verl's training pool and, if configured, the separate pools for rollout and for the reward model.
+    They are those of verl's pool for training, and of its pools for rollout and the reward model if these are separate.
     """
     from omegaconf import OmegaConf
 
     from oar_plugin.hosts.verl.settings import trainer_of
 
-    keys = ["trainer"]
-    if trainer_of(config) == "separate_async":
-        keys.append("actor_rollout_ref.rollout")
-    if OmegaConf.select(config, "reward.reward_model.enable_resource_pool"):
-        keys.append("reward.reward_model")
+    pools = ["trainer"]
+    pools += ["actor_rollout_ref.rollout"] if trainer_of(config) == "separate_async" else []
+    pools += ["reward.reward_model"] if OmegaConf.select(config, "reward.reward_model.enable_resource_pool") else []
     # verl needs all GPUs of one node of a pool on the same machine; pools may share a machine.
-    nodes = [int(OmegaConf.select(config, f"{key}.nnodes") or 0) for key in keys]
-    gpus = [int(OmegaConf.select(config, f"{key}.n_gpus_per_node") or 0) for key in keys]
-    parts = sorted((size for size, count in zip(gpus, nodes, strict=True) for _ in range(count)), reverse=True)
-    total = sum(parts)
-    gpus_per_node = total if max(nodes) == 1 and total <= 8 else max(gpus)  # small pools share one machine
-    free: list[int] = []
+    keys = ("nnodes", "n_gpus_per_node")
+    sizes = [[int(OmegaConf.select(config, f"{pool}.{key}") or 0) for key in keys] for pool in pools]
+    parts = sorted((gpus for nodes, gpus in sizes for _ in range(nodes)), reverse=True)
+    alone = max(nodes for nodes, _ in sizes) == 1 and sum(parts) <= 8  # small pools share one machine
+    gpus_per_node = sum(parts) if alone else max(gpus for _, gpus in sizes)
+    free: list[int] = []  # GPUs that are left on each machine
     for part in parts:
         place = next((index for index, left in enumerate(free) if left >= part), len(free))
-        if place == len(free):
-            free.append(gpus_per_node)
+        free[place:] = free[place:] or [gpus_per_node]
         free[place] -= part
-    return len(free), gpus_per_node, total
+    return len(free), gpus_per_node, sum(parts)
 
 
 def check_config(config: DictConfig) -> None:
