@@ -169,7 +169,8 @@ def _follow(args: argparse.Namespace, places: list[Path]) -> int:
 
 def _ended(places: list[Path]) -> bool:
     """Return whether the records of all these runs say that they ended; False without a record."""
-    from oar_plugin.runs.run_folder import is_begun, state
+    from oar_plugin.runs.run_folder import record_of
 
-    folders = [folder for place in places for folder in (place.resolve(), place.resolve().parent) if is_begun(folder)]
-    return bool(folders) and all(state(folder) in ("failed", "finished") for folder in folders)
+    records = [record_of(folder) for place in places for folder in (place.resolve(), place.resolve().parent)]
+    states = [record["state"] for record in records if record]
+    return bool(states) and set(states) <= {"failed", "finished"}

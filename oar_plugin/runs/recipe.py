@@ -11,7 +11,6 @@ import functools
 import io
 import json
 import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -43,30 +42,28 @@ def find_recipe(name_or_path: str | Path) -> Path:
     given, known = Path(name_or_path), recipe_names()
     if given.is_dir():
         return given.resolve()
-    if str(name_or_path) in known:
-        return recipes_folder() / name_or_path
-    hint = did_you_mean(str(name_or_path), known)
-    raise RecipeError(f"{name_or_path}: neither a folder nor a recipe; recipes: {', '.join(known)}{hint}")
+    if str(given) in known:
+        return recipes_folder() / given
+    hint = did_you_mean(str(given), known)
+    raise RecipeError(f"{given}: neither a folder nor a recipe; recipes: {', '.join(known)}{hint}")
 
 
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
     """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
-    verl is imported, which takes seconds, only for config groups of its other plugins.
-
-    Raises:
-        RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
+    verl is imported, which takes seconds, only for config groups of its other plugins. Raise RecipeError for a recipe that does
+    not exist or compose, and for a key that verl does not know.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     from oar_plugin.hosts.verl.hydra_conf import command_line, misspelt
 
     if not (folder / f"{variant}.yaml").is_file():
-        advice = "name the folder of a recipe, such as recipes/qwen2_5_7b_math"
-        raise RecipeError(f"{folder} has no {variant}.yaml: {advice}")
+        raise RecipeError(f"{folder} has no {variant}.yaml: name a recipe's folder, such as recipes/qwen2_5_7b_math")
     if fault := misspelt(overrides):
         raise RecipeError(fault)
     if any(word.startswith("+") for word in overrides) and any(
@@ -74,20 +71,25 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     ):
         import verl  # noqa: F401  `+GROUP=NAME`: verl's other plugins add their groups when it is imported
 
+    trees: list[Any]
     try:
         with (
             command_line([*entry_point(folder, variant), *overrides]),
             initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
         ):
             config = compose(config_name=variant, overrides=[*overrides, _search_path(folder / f"{variant}.yaml")])
-        faults = _unknown_in_files(folder, variant, str(config.model_engine))
+        # In a file Hydra accepts an unknown key, and verl then runs with its default for the key that was meant.
+        files = [file for name in (variant, "recipe") if (file := folder / f"{name}.yaml").is_file()]
+        trees = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
+        keys = [key for tree in trees for key, _ in flat(tree) if "." in key]  # without a dot: variables
+        _verls(config.model_engine, tuple(key for key in keys if not _PASSED_ON.search(key)))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
-        unknown = re.match(r"Could not override '([\w.]+)'", reason)  # Hydra only suggests to add such a key
-        hint = did_you_mean(unknown[1], _keys("dp") | _keys("megatron")) if unknown else ""
-        raise RecipeError(f"{folder.name}/{variant}.yaml does not compose: {reason}{hint}") from error
-    if faults:
-        raise RecipeError("\n".join(faults))
+        if unknown := re.match(r"Could not override '([\w.]+)'", reason):
+            trees = [OmegaConf.to_container(_verls(engine)) for engine in ("dp", "megatron")]
+            known = {key for tree in trees for key, _ in flat(tree)}
+            reason = f"verl has no key {unknown[1]}{did_you_mean(unknown[1], known)}; on the command line +KEY adds one"
+        raise RecipeError(f"{folder / variant}.yaml does not compose: {reason}") from error
     return config
 
 
@@ -102,44 +104,19 @@ def _search_path(file: Path) -> str:
     return f"hydra.searchpath={json.dumps(places, ensure_ascii=False)}"
 
 
-_UNCHECKED = re.compile(r"^hydra\.|^algorithm\.oar\.|kwargs|\boverride_")
+_PASSED_ON = re.compile(r"^hydra\.|^algorithm\.oar\.|kwargs|\boverride_")
 """Keys that verl does not define: Hydra's, OAR's, which `OarConfig` checks, and those that verl passes on."""
 
 
-def _unknown_in_files(folder: Path, variant: str, engine: str) -> list[str]:
-    """Return one line for each key in a recipe's two yaml files that verl does not have.
-
-    Hydra accepts such a key, and verl then runs with its default for the key that was meant.
-    """
-    from omegaconf import OmegaConf
-
-    known, lines = _keys(engine), []
-    names = set().union(*map(_prefixes, known))
-    for file in (folder / f"{variant}.yaml", folder / "recipe.yaml"):
-        tree: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
-        for key in (key for key, _ in flat(tree) if "." in key):  # the others are variables, to which values refer
-            if key not in names and not _prefixes(key) & known and not _UNCHECKED.search(key):
-                lines.append(f"{file}: {key}: verl has no such key{did_you_mean(key, names)}")
-    return lines
-
-
 @functools.cache
-def _keys(engine: str) -> set[str]:
-    """Return the keys that verl's own configuration has."""
+def _verls(engine: str, keys: tuple[str, ...] = ()) -> DictConfig:
+    """Return verl's own configuration. Hydra refuses keys that it does not have, as it does on the command line."""
     from hydra import compose, initialize_config_dir
-    from omegaconf import OmegaConf
 
     from oar_plugin.hosts.verl.hydra_conf import config_folder
 
     with initialize_config_dir(str(config_folder()), version_base=None):
-        schema: Any = OmegaConf.to_container(compose("ppo_trainer", [f"model_engine={engine}"]))
-    return {key for key, _ in flat(schema)}
-
-
-def _prefixes(key: str) -> set[str]:
-    """Return a dotted key and the groups that it is in."""
-    words = key.split(".")
-    return {".".join(words[:length]) for length in range(1, len(words) + 1)}
+        return compose("ppo_trainer", [f"model_engine={engine}", *(f"{key}=null" for key in keys)])
 
 
 def flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -187,8 +164,7 @@ def check_config(config: DictConfig) -> None:
 
     try:
         # verl prints a success message, but standard output is reserved for the command or script.
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(io.StringIO()):
             validate_config(config, need_reference_policy(config), need_critic(config))
             omega_conf_to_dataclass(config.actor_rollout_ref.rollout)  # as verl's workers do
         if settings.switched_on(config):

@@ -8,10 +8,8 @@ if it can see it.
 import itertools
 import json
 import os
-import socket
 import sys
 import traceback
-from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
@@ -22,16 +20,12 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from oar_plugin import __version__
-from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.output import locked, no_link, say, write_whole
 from oar_plugin.runs.recipe import flat
 
 START = "OAR_START"
 """Environment variable: `resume` continues a run whose settings have changed."""
 RECORD, LOCK = "run.yaml", "run.lock"
-TRACKER = "latest_checkpointed_iteration.txt"
-"""verl's file that names the last complete checkpoint."""
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
 _IGNORED = yaml.safe_load(Path(__file__).with_name("ignored_keys.yaml").read_text(encoding="utf-8"))
@@ -47,40 +41,30 @@ class RunRefused(ValueError):
     """The run must not start in this folder. The message gives the reason and says what to do."""
 
 
-def affects_results(key: str) -> bool:
-    """Return whether the results of a run may depend on this key."""
-    return not any(fnmatch(key, pattern) for pattern in _IGNORED)
-
-
 def settings_of(config: DictConfig) -> dict[str, Any]:
     """Return `a.b.c -> value` for all keys that affect results. The values are the same on every machine."""
     run = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with mock.patch.dict(os.environ, {name: f"${name}" for name in PLACES}):
-        plain = OmegaConf.to_container(run, resolve=True)
-    assert isinstance(plain, dict)
-    kept: dict[str, Any] = json.loads(json.dumps({key: value for key, value in flat(plain) if affects_results(key)}))
-    return kept
+        plain: Any = OmegaConf.to_container(run, resolve=True)
+    # Whether the results of a run may depend on a key.
+    kept = {key: value for key, value in flat(plain) if not any(fnmatch(key, pattern) for pattern in _IGNORED)}
+    return dict(json.loads(json.dumps(kept)))
 
 
 def check(config: DictConfig, start: str = "") -> None:
-    """Raise RunRefused if the folder's run had other or unknown settings. `start` is the value of `OAR_START`."""
-    folder = _folder(config)
-    record = record_of(folder)
-    if start == "resume":
-        return
-    if not record and config.trainer.resume_mode == "auto" and (folder / TRACKER).is_file():
-        raise RunRefused(f"{folder} holds checkpoints but no {RECORD}, so their settings are unknown:\n{_ADVICE}")
-    if record and (differing := _differing(record, new := settings_of(config))):
-        old = record["settings"]
+    """Raise RunRefused if the folder's run had other settings. `start` is the value of `OAR_START`."""
+    folder, new = _folder(config), settings_of(config)
+    old = record_of(folder).get("settings", new)
+    differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    if differing and start != "resume":
         values = [f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} now" for key in differing]
         raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *values, _ADVICE]))
 
 
 def has_finished(config: DictConfig) -> bool:
     """Return whether the folder's run has finished with the same settings, so that starting it again would do nothing."""
-    record = record_of(_folder(config))
-    finished = record.get("state") == "finished" and config.trainer.resume_mode == "auto"
-    return finished and not _differing(record, settings_of(config))
+    record = {"state": "finished", "settings": settings_of(config)}
+    return bool(config.trainer.resume_mode == "auto" and record_of(_folder(config)) == record)
 
 
 def begin(config: DictConfig, start: str = "") -> Path | None:
@@ -94,36 +78,15 @@ def begin(config: DictConfig, start: str = "") -> Path | None:
         return None
     folder, settings = _folder(config), settings_of(config)
     _lock(folder)
-    if (record := record_of(folder)) and record["settings"] != settings:
+    if record_of(folder).get("settings", settings) != settings:
         (folder / RECORD).rename(free_path(folder / RECORD))
-    _write(folder, {"state": "unfinished", "versions": _versions(), "settings": settings})
+    write_whole(folder / RECORD, yaml.safe_dump({"state": "unfinished", "settings": settings}, sort_keys=False))
     return folder
-
-
-def is_begun(folder: Path) -> bool:
-    """Return whether the folder holds a run that can be resumed."""
-    return any((folder / name).is_file() for name in (RECORD, TRACKER))
 
 
 def end(folder: Path, state: str) -> None:
     """Record how a run ended: `finished` or `failed`. A run that was killed remains `unfinished`."""
-    _write(folder, record_of(folder) | {"state": state})
-
-
-def state(folder: Path) -> str:
-    """Return the recorded state: `not started`, `unfinished`, `failed` or `finished`."""
-    return str(record_of(folder).get("state", "not started"))
-
-
-def variables(folder: Path) -> dict[str, str]:
-    """Return the environment variables that make verl's loggers write into the folder, to a new metrics file at each start.
-
-    Variables that are already set are left out.
-    """
-    (folder / "metrics").mkdir(parents=True, exist_ok=True)
-    metrics = free_path(folder / "metrics" / "start.jsonl")
-    places = {"VERL_FILE_LOGGER_PATH": str(metrics), "TENSORBOARD_DIR": str(folder / "tensorboard")}
-    return {name: value for name, value in places.items() if name not in os.environ}
+    write_whole(folder / RECORD, yaml.safe_dump(record_of(folder) | {"state": state}, sort_keys=False))
 
 
 def _folder(config: DictConfig) -> Path:
@@ -135,16 +98,11 @@ def record_of(folder: Path) -> dict[str, Any]:
     file = folder / RECORD
     try:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
-        texts = {"state": str(record["state"]), "versions": str(record.get("versions", ""))}
-        return {**texts, "settings": dict(record["settings"])}
+        return {"state": str(record["state"]), "settings": dict(record["settings"])}
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise RunRefused(f"{file}: not a valid {RECORD} ({type(error).__name__}); move it away") from error
-
-
-def _write(folder: Path, record: Mapping[str, Any]) -> None:
-    write_whole(folder / RECORD, yaml.safe_dump(dict(record), sort_keys=False))
 
 
 def _lock(folder: Path) -> None:
@@ -152,27 +110,12 @@ def _lock(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if folder in _locks:
         _locks.pop(folder).close()
-    file = open(folder / LOCK, "a+", encoding="utf-8", opener=no_link)  # noqa: SIM115  stays open until the process ends
+    file = open(folder / LOCK, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115  stays open until the process ends
     if not locked(file):
-        with file:
-            file.seek(0)
-            advice = f"wait for it or end it; if its machine is gone but the lock remains, delete {file.name}"
-            raise RunRefused(f"{folder}: another process trains there: {file.read()}; {advice}")
-    file.truncate(0)
-    print(f"host {socket.gethostname()}, pid {os.getpid()}", end="", file=file, flush=True)
+        file.close()
+        advice = f"wait for it or end it; if its machine is gone but the lock remains, delete {file.name}"
+        raise RunRefused(f"{folder}: another process trains there; {advice}")
     _locks[folder] = file
-
-
-def _versions() -> str:
-    """Return the versions of verl and oar_plugin, which define the keys of a configuration."""
-    return f"verl {host_version()}, oar_plugin {__version__}"
-
-
-def _differing(record: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values differ, without those that another version of verl or oar_plugin has added or removed."""
-    old = record["settings"]
-    keys = old.keys() | new.keys() if record["versions"] == _versions() else old.keys() & new.keys()
-    return sorted(key for key in keys if old.get(key) != new.get(key))
 
 
 def free_path(path: Path) -> Path:
@@ -183,10 +126,7 @@ def free_path(path: Path) -> Path:
 
 
 class KeepRun(Callback):
-    """Hydra callback of the recipes: opens `trainer.default_local_dir` and makes verl's loggers write there.
-
-    It stops the run if the run in that folder had other settings.
-    """
+    """Hydra callback of the recipes: opens `trainer.default_local_dir` and makes verl's loggers write there."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Open the folder. Exit with status 2 if it cannot be used, 1 after other errors, 0 if the run has already finished."""
@@ -201,8 +141,12 @@ class KeepRun(Callback):
         if opened is None:
             say(f"oar: {_folder(config)}: this run has finished; move the folder away to start it again", sys.stderr)
             sys.exit(0)
+        (opened / "metrics").mkdir(exist_ok=True)
+        metrics = free_path(opened / "metrics" / "start.jsonl")  # verl's file logger would empty the last start's
+        places = {"VERL_FILE_LOGGER_PATH": str(metrics), "TENSORBOARD_DIR": str(opened / "tensorboard")}
+        variables = {name: value for name, value in places.items() if name not in os.environ}
         # Set in Ray's runtime_env: the loggers run in an actor, and a running Ray ignores this process's environment.
-        OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", variables(opened), force_add=True)
+        OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", variables, force_add=True)
         OmegaConf.set_struct(config.ray_kwargs.ray_init.runtime_env, False)  # verl 0.9.0 adds its own variable
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
