@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seeds = parser.add_mutually_exclusive_group()
     seeds.add_argument("--seed", type=whole, metavar="N", help="seed of the run (default: the recipe's data.seed)")
     seeds.add_argument("--seeds", type=positive, metavar="N", help="N runs, with the seeds 1 to N")
+    add("--name", metavar="NAME", help="for the runs NAME-oar-s1, ... (default: the recipe's trainer.experiment_name)")
     add("--resume", action="store_true", help="resume a run that was started with other settings")
     add("--on", default="local", choices=("local", *OPTIONS), help="where to run (default: %(default)s)")
     add("--dry-run", action="store_true", help="print the command, script or manifest; do nothing, need no cluster")
@@ -93,7 +94,8 @@ def _launch(args: argparse.Namespace) -> int:
     environment = for_nodes(os.environ, in_pods=on == "kubernetes")
     os.environ.update(environment)  # the recipe's paths refer to it
     seeds = [args.seed] if args.seeds is None else list(range(1, args.seeds + 1))
-    runs = plan_runs(recipe, args.variant.split(","), seeds, args.overrides)
+    named = [f"trainer.experiment_name='{args.name}-${{algorithm.adv_estimator}}-s${{data.seed}}'"] if args.name else []
+    runs = plan_runs(recipe, args.variant.split(","), seeds, [*args.overrides, *named])
     if all(run.config.trainer.device == "cpu" for run in runs):
         for entry in entry_points(group="oar_plugin.environments", name="cpu"):
             wanted = entry.load()(one_machine=local)  # verl_cpu's, which extends the value of `EXTERNAL_MODULES`

@@ -71,7 +71,6 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     ):
         import verl  # noqa: F401  `+GROUP=NAME`: verl's other plugins add their groups when it is imported
 
-    trees: list[Any]
     try:
         with (
             command_line([*entry_point(folder, variant), *overrides]),
@@ -80,14 +79,13 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
             config = compose(config_name=variant, overrides=[*overrides, _search_path(folder / f"{variant}.yaml")])
         # In a file Hydra accepts an unknown key, and verl then runs with its default for the key that was meant.
         files = [file for name in (variant, "recipe") if (file := folder / f"{name}.yaml").is_file()]
-        trees = [OmegaConf.to_container(OmegaConf.load(file)) for file in files]
-        keys = [key for tree in trees for key, _ in flat(tree) if "." in key]  # without a dot: variables
-        _verls(config.model_engine, tuple(key for key in keys if not _PASSED_ON.search(key)))
+        keys = [key for file in files for key, _ in flat(OmegaConf.to_container(OmegaConf.load(file)))]
+        # A key without a dot is a variable.
+        _verls(config.model_engine, tuple(key for key in keys if "." in key and not _PASSED_ON.search(key)))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
         if unknown := re.match(r"Could not override '([\w.]+)'", reason):
-            trees = [OmegaConf.to_container(_verls(engine)) for engine in ("dp", "megatron")]
-            known = {key for tree in trees for key, _ in flat(tree)}
+            known = {key for engine in ("dp", "megatron") for key, _ in flat(_verls(engine))}
             reason = f"verl has no key {unknown[1]}{did_you_mean(unknown[1], known)}; on the command line +KEY adds one"
         raise RecipeError(f"{folder / variant}.yaml does not compose: {reason}") from error
     return config
@@ -109,17 +107,19 @@ _PASSED_ON = re.compile(r"^hydra\.|^algorithm\.oar\.|kwargs|\boverride_")
 
 
 @functools.cache
-def _verls(engine: str, keys: tuple[str, ...] = ()) -> DictConfig:
+def _verls(engine: str, keys: tuple[str, ...] = ()) -> Any:
     """Return verl's own configuration. Hydra refuses keys that it does not have, as it does on the command line."""
     from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
 
     from oar_plugin.hosts.verl.hydra_conf import config_folder
 
+    words = [f"model_engine={engine}", *(f"{key}=null" for key in keys)]
     with initialize_config_dir(str(config_folder()), version_base=None):
-        return compose("ppo_trainer", [f"model_engine={engine}", *(f"{key}=null" for key in keys)])
+        return OmegaConf.to_container(compose("ppo_trainer", words))
 
 
-def flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield `a.b.c`, value for all keys of a configuration; an empty group is a value."""
     for key, value in group.items():
         if isinstance(value, Mapping) and value:

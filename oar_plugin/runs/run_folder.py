@@ -31,7 +31,7 @@ PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 _IGNORED = yaml.safe_load(Path(__file__).with_name("ignored_keys.yaml").read_text(encoding="utf-8"))
 _ADVICE = (
     f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to start "
-    "over; a different trainer.experiment_name starts a separate run"
+    "over; another name (--name, trainer.experiment_name) starts a separate run"
 )
 _locks: dict[Path, IO[str]] = {}
 """Folder -> its open lock file. This process holds the locks until it ends."""

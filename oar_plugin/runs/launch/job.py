@@ -72,7 +72,7 @@ def plan_runs(
         words = *(f"{key}={seed}" for key in keys), *kept
         run = Run(variant, words, compose_recipe(recipe, variant, words))
         if run.folder in runs:
-            advice = "write trainer.experiment_name='NAME-${algorithm.adv_estimator}-s${data.seed}'"
+            advice = "use --name, or trainer.experiment_name='NAME-${algorithm.adv_estimator}-s${data.seed}'"
             raise RecipeError(f"trainer.default_local_dir={run.folder}: two of these runs would write there; {advice}")
         runs[run.folder] = run
     return list(runs.values())
@@ -180,10 +180,7 @@ def template_values(config: DictConfig, recipe: Path, variant: str, overrides: S
 
 
 def fill(template: Path | str, values: Mapping[str, Any]) -> str:
-    """Return a filled template. `template` is a file, or the name of one in `recipes/cluster`.
-
-    Templates insert values through the filters `quote`, `sbatch` and `tojson`, which escape any value.
-    """
+    """Return a filled template: a file, or one of `recipes/cluster`. The filters `quote`, `sbatch`, `tojson` escape values."""
     import jinja2
 
     engine = jinja2.Environment(  # noqa: S701  no HTML
