@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -39,12 +38,6 @@ def test_methods_differ_in_nothing_but_the_estimator_and_their_folder(run):
     theirs = {override.replace("/grpo/", "/oar/") for override in grpo.arguments()}
     assert all(override.startswith("algorithm.") for override in set(run.arguments()) - theirs)
     assert theirs - set(run.arguments()) == {"algorithm.adv_estimator=grpo"}
-
-
-def test_the_command_is_a_script_that_a_shell_accepts(run):
-    subprocess.run(["bash", "-n"], input=run.script(), text=True, check=True)
-    assert "algorithm.adv_estimator=oar" in run.script()
-    assert f"VERL_FILE_LOGGER_PATH={shlex.quote(str(run.metrics_file))}" in run.script()
 
 
 def test_the_watch_says_what_is_awaited_and_then_how_far_it_is(run):

@@ -96,17 +96,6 @@ def test_a_preset_and_a_key_on_top_of_it(name, preset):
     assert oar.keys() == own.keys()
 
 
-@every_recipe
-def test_what_the_list_says_of_it_is_so(recipe):
-    what, nodes, engine = summary(recipe)
-    actor = composed(recipe).actor_rollout_ref
-    assert what.split()[0].strip(",") in actor.model.path
-    assert engine.lower().startswith(actor.actor.strategy)
-    count, gpus, _ = gpus_needed(composed(recipe))
-    number = {1: "one node", 2: "two nodes", 4: "four nodes", 8: "eight nodes"}[count]
-    assert nodes.startswith(f"{number} with {gpus} GPU{'s' * (gpus > 1)}")
-
-
 @pytest.mark.parametrize(
     ("trainer", "rollout", "reward", "expected"),
     [

@@ -11,9 +11,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from oar_plugin.runs.launch import job as job_module
-from oar_plugin.runs.launch.job import SEEDS, Run, fill, plan_runs, template_values
-from oar_plugin.runs.recipe import RecipeError
+from oar_plugin.runs.launch.job import Run, fill, template_values
 from tests.limits import PROCESS_S
 
 # Everything that a shell or Kubernetes could take for something else.
@@ -48,30 +46,6 @@ def fake(tmp_path, monkeypatch):
 
 
 # ---- runs
-
-
-@pytest.fixture
-def without_hydra(monkeypatch):
-    """Composes nothing: the words are looked at, and the folder follows seed and estimator as in recipes."""
-
-    def compose(folder, variant, words):
-        assert variant != "grpo" or not any("oar" in word for word in words)
-        seed = next((word.partition("=")[2] for word in words if word.startswith("data.seed=")), "1")
-        name = f"{folder.name}-{variant}-s{seed}" if "fixed" not in words else "x"
-        return OmegaConf.create({"trainer": {"experiment_name": name, "default_local_dir": f"c/{name}"}})
-
-    monkeypatch.setattr(job_module, "compose_recipe", compose)
-
-
-def test_seeds_and_variants_are_runs_of_their_own_with_folders_of_their_own(without_hydra):
-    words = ["data.x=1", "oar=decision", "algorithm.oar.tau=0.5", "+algorithm.oar.beta=1", "algorithm.oar={beta: 1}"]
-    made = plan_runs(Path("r"), ["oar", "grpo"], [None, 2], words)
-    assert [run.name for run in made] == ["r-oar-s1", "r-oar-s2", "r-grpo-s1", "r-grpo-s2"]
-    assert [run.folder for run in made] == [Path("c") / run.name for run in made]
-    assert made[1].overrides == (*(f"{key}=2" for key in SEEDS), "algorithm.oar.seed=2", *words)
-    assert made[3].overrides == (*(f"{key}=2" for key in SEEDS), "data.x=1"), "a baseline has no tau"
-    with pytest.raises(RecipeError, match="c/x: two of these runs would write there; use --name"):
-        plan_runs(Path("r"), ["oar"], [1, 2], ["fixed"])
 
 
 def test_names_of_jobs_fit_every_scheduler():
@@ -130,12 +104,6 @@ def test_ray_starts_everywhere_training_runs_on_the_head_and_ray_stops(nodes, mo
     assert not any("$word" in line for line in nodes("me@a", "ssh"))
 
 
-def test_training_that_fails_fails_the_launch_and_ray_is_stopped(nodes, tmp_path):
-    (tmp_path / "me@a" / "status").write_text("7")
-    assert run(on_nodes()).returncode == 7
-    assert all("ray stop" in nodes(host) for host in HOSTS)
-
-
 @pytest.mark.parametrize(
     ("host", "fault", "said", "stopped"),
     [
@@ -151,6 +119,12 @@ def test_a_node_without_ray_is_named_and_somebody_elses_ray_left_alone(nodes, tm
     assert "verl.trainer.main_ppo" not in nodes("me@a")
     assert {host for host in HOSTS if "ray stop" in nodes(host)} == stopped
     assert fault == "broken" or nodes(host) == []
+
+
+def test_training_that_fails_fails_the_launch_and_ray_is_stopped(nodes, tmp_path):
+    (tmp_path / "me@a" / "status").write_text("7")
+    assert run(on_nodes()).returncode == 7
+    assert all("ray stop" in nodes(host) for host in HOSTS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -206,33 +180,24 @@ def test_a_job_asks_for_what_the_recipe_needs_and_the_users_options_come_last():
         script("slurm.j2", sbatch=["--comment=a\nrm *"], srun=[])
 
 
-def test_ray_starts_on_every_node_of_a_job_and_training_waits_for_all_of_them(job, tmp_path):
-    status, (srun, ray, train) = job(setup="export SET=up")
-    assert status == 0
-    assert {"--nodes=3", "--ntasks=3", "--gpus-per-node=8", "--cpus-per-task=96", *SLURM["srun"]} <= set(srun)
-    assert ray[1:7] == ["symmetric-run", "--address", "10.0.0.1:6379", "--min-nodes", "3", "--num-gpus=8"]
-    assert train[2] == "verl.trainer.main_ppo"
-    assert {STRANGE, ON_CLUSTER} <= set(train)
-    environment = (tmp_path / "environment").read_text().splitlines()
-    assert {"OAR_DATA=/shared/my data", "SET=up", "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=900"} <= set(environment)
-
-
-@pytest.mark.parametrize(("nodes", "called"), [(1, ["srun", "python"]), (3, ["srun", "ray", "python"])])
-def test_training_that_fails_fails_the_job_and_one_node_leaves_ray_to_verl(job, tmp_path, nodes, called):
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_job_starts_ray_on_every_node_trains_on_the_first_and_fails_with_training(job, tmp_path, nodes):
     (tmp_path / "status").write_text("7")
-    status, calls = job(nodes=nodes)
+    status, (srun, *ray, train) = job(nodes=nodes, setup="export SET=up")
     assert status == 7
-    assert [call[0] for call in calls] == called
-    assert f"--nodes={nodes}" in calls[0]
-    assert STRANGE in calls[-1]
-    assert (ON_CLUSTER in calls[-1]) == (nodes > 1)
+    asked = {f"--nodes={nodes}", f"--ntasks={nodes}", "--gpus-per-node=8", "--cpus-per-task=96"}
+    assert asked | set(SLURM["srun"]) <= set(srun)
+    ours = ["symmetric-run", "--address", "10.0.0.1:6379", "--min-nodes", "3", "--num-gpus=8"]
+    assert [call[1:7] for call in ray] == ([ours] if nodes > 1 else []), "verl starts Ray on one node"
+    assert train[2] == "verl.trainer.main_ppo"
+    assert STRANGE in train
+    assert (ON_CLUSTER in train) == (nodes > 1)
+    environment = (tmp_path / "environment").read_text().splitlines()
+    assert {"OAR_DATA=/shared/my data", "SET=up"} <= set(environment)
 
 
 # A checkpoint, and then what the test says: this try ends by itself, or goes on until it is told to end.
-TRAIN = (
-    'echo "$MADE" > "$TRACKER"; touch training; '
-    '[ "$ENDS" = no ] || exit "$ENDS"; trap "exit 143" TERM; sleep 600 & wait'
-)
+ENDS = '[ "$ENDS" = no ] || exit "$ENDS"; trap "exit 143" TERM; sleep 600 & wait'
 
 
 @pytest.mark.parametrize(
@@ -264,7 +229,7 @@ def test_a_job_that_is_cut_off_or_fails_goes_on_by_itself_as_long_as_it_gets_fur
     variables |= {"MADE": made, "ENDS": ends, "TRACKER": tracker}
     fake("hostname", "echo 10.0.0.1")
     fake("srun", 'while [ "$1" != bash ]; do shift; done; "$@" & trap "kill -TERM $!; wait $!; exit 143" TERM; wait $!')
-    fake("python", TRAIN)
+    fake("python", f'echo "$MADE" > "$TRACKER"; touch training; {ENDS}')
     fake("squeue", f"echo {state}")
     fake("scontrol", 'echo "$@" >> requeued')
     text = script("slurm.j2", nodes=1, **SLURM, checkpoints=str(checkpoints))
