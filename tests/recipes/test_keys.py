@@ -6,9 +6,7 @@ import pytest
 
 pytest.importorskip("verl")
 
-from oar_plugin.hosts.verl.hydra_conf import misspelt
-from oar_plugin.runs.recipe import RecipeError, check_config, compose_recipe, find_recipe
-from tests.hosts.whole_run import OLD
+from oar_plugin.runs.recipe import RecipeError, compose_recipe, find_recipe
 
 RECIPE = find_recipe("qwen2_5_32b_megatron")
 ROLLOUT, MEGATRON = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
@@ -25,29 +23,6 @@ def test_an_override_of_verl():
         assert said in str(refused.value)
     allowed = [f"+{ROLLOUT}.engine_kwargs.vllm.x=1", "+trainer.newer=1", "++trainer.save_freq=1", "~data.seed"]
     compose_recipe(RECIPE, "grpo", ["trainer.nnodes=4", *allowed])
-
-
-@pytest.mark.skipif(not OLD, reason="only verl 0.8 lacks actor_rollout_ref.rollout.seed")
-def test_a_rollout_key_of_the_recipes_that_this_verl_lacks_is_refused_before_a_run():
-    """verl's workers would fail, after Ray has started."""
-    recipe = find_recipe("qwen2_5_7b_math")
-    with pytest.raises(RecipeError, match="seed"):
-        check_config(compose_recipe(recipe))
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("algorithm.oar.tauu=0.5", "algorithm.oar.tauu=0.5: unknown key; did you mean algorithm.oar.tau?"),
-        ("algorithm.oar.perturbation.spann=2", "did you mean algorithm.oar.perturbation.span?"),
-        ("algorithm.oar.perturbation={span: 2}", None),
-        ("algorithm.oar.tau=0.5", None),
-        ("+algorithm.oar.tauu=0.5", None),  # that of the whole configuration finds it
-    ],
-)
-def test_an_override_of_oar_on_whatever_command_line(word, said):
-    found = misspelt(["algorithm.adv_estimator=oar", "tau", word])
-    assert found is None if said is None else said in found
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("megatron.core")
 
 from oar_plugin.hosts.verl.settings import resolve
-from recipes.smoke import SmokeFailed, architecture_of, sizes
+from recipes.smoke import architecture_of, sizes
 from tests.hosts.whole_run import check, smoke, whole_run, with_a_signal
 from tests.limits import PROCESS_S
 from tests.recipes.test_recipes import FOLDER, RECIPES, composed
@@ -77,15 +77,3 @@ def test_on_a_machine_with_gpus_the_sizes_are_found_as_well():
     environment = {**os.environ, "VERL_PLATFORM": "nvidia", "OAR_SMOKE": "/made/up"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PROCESS_S)
     assert "path: ${smoke}/model" in done.stdout, done.stderr
-
-
-def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path, monkeypatch):
-    (tmp_path / "data.parquet").touch()
-
-    def run_verl(words, environment, log, limit_s, **more):
-        log.write_text(words[-1])
-        return 1
-
-    monkeypatch.setattr("recipes.smoke.run_verl", run_verl)
-    with pytest.raises(SmokeFailed, match=r"(?s)status 1.*algorithm\.oar\.tau=1\.5"):
-        smoke(RECIPES[0].name, tmp_path, "algorithm.oar.tau=1.5")

@@ -16,8 +16,6 @@ from oar_plugin.runs.run_folder import (
     KeepRun,
     RunRefused,
     begin,
-    end,
-    has_finished,
     record_of,
 )
 
@@ -53,8 +51,6 @@ def folder(tmp_path):
     [
         {},
         {"trainer__logger": ["wandb"], "trainer__save_freq": 1},
-        {"ray_kwargs": {"ray_init": {"address": "auto"}}},
-        {"actor_rollout_ref__actor": {"profiler": {"enable": True}}},
         {"actor_rollout_ref__rollout__seed": 1},  # what the interpolation says
     ],
 )
@@ -86,15 +82,6 @@ def test_resume_goes_on_with_other_settings_and_keeps_the_old_ones(folder):
     assert begin(longer) == folder  # and so does a requeue, with whatever it says
     assert (folder / "global_step_20").is_dir()
     assert "trainer.total_epochs: 1\n" in (folder / "run.1.yaml").read_text()
-
-
-def test_a_run_that_has_finished_has_nothing_left_to_do(folder):
-    assert not has_finished(config(folder))
-    end(folder, "finished")
-    assert has_finished(config(folder))
-    assert begin(config(folder)) is None
-    assert begin(config(folder, trainer__total_epochs=2), "resume") == folder
-    assert record_of(folder)["state"] == "unfinished"
 
 
 def test_where_a_process_trains_no_other_one_enters(tmp_path, monkeypatch):
