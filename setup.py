@@ -144,6 +144,6 @@ setup(
     },
     entry_points={
         "console_scripts": ["oar = oar_plugin.cli.main:main"],
-        "verl.plugins": ["oar = oar_plugin.hosts.verl.plugin", "oar_runs = oar_plugin.runs.plugin"],
+        "verl.plugins": ["oar = oar_plugin.hosts.verl.plugin"],
     },
 )

@@ -13,6 +13,7 @@ lengths; override nodes, GPUs and parallel sizes yourself.
 
 import argparse
 import itertools
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -35,7 +36,6 @@ from benchmarks.tiny.verl_run import read_metrics
 from benchmarks.tiny.warm_start import WarmStart, train
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.runs.recipe import RecipeError, compose_recipe, entry_point, find_recipe
-from oar_plugin.runs.run_folder import START
 from verl_cpu import wanted
 from verl_cpu.launch import cpu_environment
 from verl_cpu.session import TIMED_OUT, run_verl
@@ -143,9 +143,10 @@ def run_smoke(
         make_assets(folder, architecture=architecture_of(str(config.actor_rollout_ref.model.path)))
     metrics, log = folder / "metrics.jsonl", folder / "verl.log"
     metrics.unlink(missing_ok=True)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     arguments = sizes(recipe, variant, group_of(config, module) if wanted() else "tiny")
     arguments += [f"trainer.default_local_dir={folder}/checkpoints"]
-    environment = {"OAR_SMOKE": str(folder), "VERL_FILE_LOGGER_PATH": str(metrics), START: "fresh", **cpu_environment()}
+    environment = {"OAR_SMOKE": str(folder), "VERL_FILE_LOGGER_PATH": str(metrics), **cpu_environment()}
     status = run_verl([*arguments, *overrides], environment, log, timeout_s, module=module)
     if status != 0:
         why = f"took longer than {timeout_s:.0f} s" if status == TIMED_OUT else f"ended with status {status}"

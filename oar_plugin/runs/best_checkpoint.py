@@ -16,7 +16,7 @@ from typing import Any
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
 from oar_plugin.output import write_whole
-from oar_plugin.runs.run_folder import free_path, mean_accuracy
+from oar_plugin.runs.run_folder import free_path
 
 logger = logging.getLogger("oar_plugin")
 
@@ -24,7 +24,7 @@ FOLDER, RECORD = "best", "best.json"
 
 
 class KeepBest(CheckpointCallback):
-    """Compares checkpoints by `mean_accuracy`: the mean accuracy over the validation sets."""
+    """Compares checkpoints by the mean over the validation sets of verl's `val-core/SET/acc/mean@K` (or `reward/mean@K`)."""
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
@@ -41,9 +41,9 @@ class KeepBest(CheckpointCallback):
         self._guarded(self._delete_old, global_step)
 
     def log(self, data: dict[str, Any], step: int) -> None:
-        accuracy = mean_accuracy(data)
-        if accuracy is not None and self._saved is not None and self._saved.name == f"global_step_{step}":
-            self._guarded(self._keep, self._saved, step, accuracy)
+        sets = [float(value) for name, value in data.items() if name.startswith("val-core/") and "/mean@" in name]
+        if sets and self._saved is not None and self._saved.name == f"global_step_{step}":
+            self._guarded(self._keep, self._saved, step, sum(sets) / len(sets))
 
     def _guarded(self, function: Any, *arguments: Any) -> None:
         """Call `function` and log its errors. A raised error would end training."""

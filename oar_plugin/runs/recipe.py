@@ -7,12 +7,11 @@ functions raise `RecipeError` for a recipe that cannot run, also for one with a 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import io
 import json
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,67 +42,53 @@ def find_recipe(name_or_path: str | Path) -> Path:
     given, known = Path(name_or_path), recipe_names()
     if given.is_dir():
         return given.resolve()
-    if str(name_or_path) in known:
-        return recipes_folder() / name_or_path
-    hint = did_you_mean(str(name_or_path), known)
-    raise RecipeError(f"{name_or_path}: neither a folder nor a recipe; recipes: {', '.join(known)}{hint}")
+    if str(given) in known:
+        return recipes_folder() / given
+    hint = did_you_mean(str(given), known)
+    raise RecipeError(f"{given}: neither a folder nor a recipe; recipes: {', '.join(known)}{hint}")
 
 
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
     """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
-    It reads the files of the verl that is installed. verl is imported, which takes seconds, only for config groups of its other
-    plugins.
-
-    Raises:
-        ModuleNotFoundError: verl or Hydra is not installed.
-        RecipeError: the recipe does not exist, its yaml is not valid, or verl does not know a key in it or in an override.
+    verl is imported, which takes seconds, only for config groups of its other plugins. Raise RecipeError for a recipe that does
+    not exist or compose, and for a key that verl does not know.
     """
     from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException, MissingConfigException
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     from oar_plugin.hosts.verl.hydra_conf import command_line, misspelt
 
     if not (folder / f"{variant}.yaml").is_file():
-        advice = "name the folder of a recipe, such as recipes/qwen2_5_7b_math"
-        raise RecipeError(f"{folder} has no {variant}.yaml: {advice}")
+        raise RecipeError(f"{folder} has no {variant}.yaml: name a recipe's folder, such as recipes/qwen2_5_7b_math")
     if fault := misspelt(overrides):
         raise RecipeError(fault)
+    if any(word.startswith("+") for word in overrides) and any(
+        not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")
+    ):
+        import verl  # noqa: F401  `+GROUP=NAME`: verl's other plugins add their groups when it is imported
 
-    def composed() -> DictConfig:
+    try:
         with (
             command_line([*entry_point(folder, variant), *overrides]),
             initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
         ):
-            return compose(config_name=variant, overrides=[*overrides, _search_path(folder / f"{variant}.yaml")])
-
-    if any(override.startswith("+") for override in overrides):  # `+GROUP=NAME`, or a new key
-        _load_other_plugins()
-    try:
-        try:
-            config = composed()
-        except MissingConfigException:  # perhaps a group in the recipe's `defaults`
-            _load_other_plugins()
-            config = composed()
-        engine = str(config.model_engine)
-        faults = _unknown_in_files(folder, variant, _generated(engine))
-        faults = faults and _unknown_in_files(folder, variant, _schema(engine))
+            config = compose(config_name=variant, overrides=[*overrides, _search_path(folder / f"{variant}.yaml")])
+        # In a file Hydra accepts an unknown key, and verl then runs with its default for the key that was meant.
+        files = [file for name in (variant, "recipe") if (file := folder / f"{name}.yaml").is_file()]
+        keys = [key for file in files for key, _ in flat(OmegaConf.to_container(OmegaConf.load(file)))]
+        # A key without a dot is a variable.
+        _verls(config.model_engine, tuple(key for key in keys if "." in key and not _PASSED_ON.search(key)))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
-        faults = _unknown_in_overrides(overrides)
-        raise RecipeError("\n".join(faults) or f"{folder.name}/{variant}.yaml does not compose: {reason}") from error
-    if faults:
-        raise RecipeError("\n".join(faults))
+        if unknown := re.match(r"Could not override '([\w.]+)'", reason):
+            known = {key for engine in ("dp", "megatron") for key, _ in flat(_verls(engine))}
+            reason = f"verl has no key {unknown[1]}{did_you_mean(unknown[1], known)}; on the command line +KEY adds one"
+        raise RecipeError(f"{folder / variant}.yaml does not compose: {reason}") from error
     return config
-
-
-def _load_other_plugins() -> None:
-    """Import verl, which loads its plugins, if there are others than ours: they may add config groups."""
-    if any(not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")):
-        with contextlib.suppress(ModuleNotFoundError):
-            import verl  # noqa: F401
 
 
 def _search_path(file: Path) -> str:
@@ -117,96 +102,24 @@ def _search_path(file: Path) -> str:
     return f"hydra.searchpath={json.dumps(places, ensure_ascii=False)}"
 
 
-# ---- mistyped keys: Hydra accepts an unknown key in a yaml file, and verl then runs with its default for the key that was
-# meant. On the command line Hydra refuses an unknown key, but suggests adding it even if it is only mistyped.
-
-_NOT_VERLS = ("defaults", "hydra", "algorithm.oar")
-"""Keys that are not looked up in verl's schema: Hydra's own, and OAR's, which `OarConfig` checks."""
-
-
-def _unknown_in_files(folder: Path, name: str, schema: Mapping[str, Any]) -> list[str]:
-    """Return one line for each unknown key in a yaml file of a recipe, and in the files beside it that its `defaults` name."""
-    from omegaconf import OmegaConf
-
-    file = folder / f"{name}.yaml"
-    if not file.is_file():
-        return []
-    tree: Any = OmegaConf.to_container(OmegaConf.load(file))
-    lines = [f"{file}: {key}: verl has no such key{_hint(key, _names(schema))}" for key in _unknown(tree, schema)]
-    for entry in tree.get("defaults") or []:
-        if isinstance(entry, str) and entry != "_self_":
-            lines += _unknown_in_files(folder, entry, schema)
-    return lines
-
-
-def _unknown_in_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return one line for each override whose key is not in verl's schema."""
-    known = _names(_schema("dp")) | _names(_schema("megatron"))
-    lines = []
-    for word in overrides:
-        key = word.partition("=")[0]
-        if "." in key and not key.startswith(("+", "~", "hydra.", "algorithm.oar.")) and key not in known:
-            hint = "" if any(map(_accepts_any_key, key.split("."))) else _hint(key, known)
-            lines.append(f"{word}: verl's schema has no such key{hint or ';'} to add one, write +{word}")
-    return lines
-
-
-def _unknown(tree: Mapping[Any, Any], schema: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        key, free = f"{prefix}{name}", _accepts_any_key(str(name))
-        # Top-level keys with plain values are variables, which other values refer to.
-        if key in _NOT_VERLS or (not prefix and not isinstance(value, Mapping)):
-            continue
-        if name not in schema:
-            if not free:
-                yield key
-        elif isinstance(value, Mapping) and isinstance(schema[name], Mapping) and schema[name] and not free:
-            yield from _unknown(value, schema[name], f"{key}.")
-
-
-def _accepts_any_key(name: str) -> bool:
-    """Return whether verl accepts any key in a group of this name, as in groups that are empty in its schema."""
-    return "kwargs" in name or name.startswith("override_")
-
-
-def _hint(key: str, known: Collection[str]) -> str:
-    """Return a suggestion, a key with a similar name in the same group or with the same name elsewhere; or an empty string."""
-    group, _, name = key.rpartition(".")
-    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == group}
-    close = [siblings[each] for each in difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)]
-    namesakes = [other for other in known if other.rpartition(".")[2] == name]
-    close += difflib.get_close_matches(key, namesakes, n=1, cutoff=0.0)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _generated(engine: str) -> Any:
-    """Return verl's own record of its schema: fast to read, but a fork may lack it or not keep it up to date."""
-    import yaml
-
-    from oar_plugin.hosts.verl.hydra_conf import config_folder
-
-    file = config_folder() / f"_generated_ppo_{'' if engine == 'dp' else f'{engine}_'}trainer.yaml"
-    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+_PASSED_ON = re.compile(r"^hydra\.|^algorithm\.oar\.|kwargs|\boverride_")
+"""Keys that verl does not define: Hydra's, OAR's, which `OarConfig` checks, and those that verl passes on."""
 
 
 @functools.cache
-def _schema(engine: str) -> Any:
+def _verls(engine: str, keys: tuple[str, ...] = ()) -> Any:
+    """Return verl's own configuration. Hydra refuses keys that it does not have, as it does on the command line."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
     from oar_plugin.hosts.verl.hydra_conf import config_folder
 
+    words = [f"model_engine={engine}", *(f"{key}=null" for key in keys)]
     with initialize_config_dir(str(config_folder()), version_base=None):
-        return OmegaConf.to_container(compose("ppo_trainer", [f"model_engine={engine}"]))
+        return OmegaConf.to_container(compose("ppo_trainer", words))
 
 
-def _names(schema: Mapping[str, Any]) -> set[str]:
-    """Return the dotted names of all keys and groups."""
-    words = [key.split(".") for key, _ in flat(schema)]
-    return {".".join(each[:length]) for each in words for length in range(1, len(each) + 1)}
-
-
-def flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield `a.b.c`, value for all keys of a configuration; an empty group is a value."""
     for key, value in group.items():
         if isinstance(value, Mapping) and value:
@@ -218,30 +131,27 @@ def flat(group: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
     """Return the number of nodes, GPUs per node, and GPUs in total.
 
-    They include verl's training pool and, if configured, the separate pools for rollout and for the reward model.
+    They are those of verl's pool for training, and of its pools for rollout and the reward model if these are separate.
     """
     from omegaconf import OmegaConf
 
     from oar_plugin.hosts.verl.settings import trainer_of
 
-    keys = ["trainer"]
-    if trainer_of(config) == "separate_async":
-        keys.append("actor_rollout_ref.rollout")
-    if OmegaConf.select(config, "reward.reward_model.enable_resource_pool"):
-        keys.append("reward.reward_model")
+    pools = ["trainer"]
+    pools += ["actor_rollout_ref.rollout"] if trainer_of(config) == "separate_async" else []
+    pools += ["reward.reward_model"] if OmegaConf.select(config, "reward.reward_model.enable_resource_pool") else []
     # verl needs all GPUs of one node of a pool on the same machine; pools may share a machine.
-    nodes = [int(OmegaConf.select(config, f"{key}.nnodes") or 0) for key in keys]
-    gpus = [int(OmegaConf.select(config, f"{key}.n_gpus_per_node") or 0) for key in keys]
-    parts = sorted((size for size, count in zip(gpus, nodes, strict=True) for _ in range(count)), reverse=True)
-    total = sum(parts)
-    gpus_per_node = total if max(nodes) == 1 and total <= 8 else max(gpus)  # small pools share one machine
-    free: list[int] = []
+    keys = ("nnodes", "n_gpus_per_node")
+    sizes = [[int(OmegaConf.select(config, f"{pool}.{key}") or 0) for key in keys] for pool in pools]
+    parts = sorted((gpus for nodes, gpus in sizes for _ in range(nodes)), reverse=True)
+    alone = max(nodes for nodes, _ in sizes) == 1 and sum(parts) <= 8  # small pools share one machine
+    gpus_per_node = sum(parts) if alone else max(gpus for _, gpus in sizes)
+    free: list[int] = []  # GPUs that are left on each machine
     for part in parts:
         place = next((index for index, left in enumerate(free) if left >= part), len(free))
-        if place == len(free):
-            free.append(gpus_per_node)
+        free[place:] = free[place:] or [gpus_per_node]
         free[place] -= part
-    return len(free), gpus_per_node, total
+    return len(free), gpus_per_node, sum(parts)
 
 
 def check_config(config: DictConfig) -> None:
@@ -254,8 +164,7 @@ def check_config(config: DictConfig) -> None:
 
     try:
         # verl prints a success message, but standard output is reserved for the command or script.
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(io.StringIO()):
             validate_config(config, need_reference_policy(config), need_critic(config))
             omega_conf_to_dataclass(config.actor_rollout_ref.rollout)  # as verl's workers do
         if settings.switched_on(config):

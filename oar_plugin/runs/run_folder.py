@@ -8,11 +8,8 @@ if it can see it.
 import itertools
 import json
 import os
-import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import IO, Any
@@ -23,26 +20,18 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from oar_plugin import __version__
-from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.output import locked, no_link, say, write_whole
-from oar_plugin.runs.plugin import with_new_names
 from oar_plugin.runs.recipe import flat
 
 START = "OAR_START"
-"""Environment variable that says how to start: `resume`, `fresh`, `fresh:ID`, or empty. `fresh:ID` starts
-fresh, unless the folder's run was started with the same ID; so restarts by a scheduler resume."""
+"""Environment variable: `resume` continues a run whose settings have changed."""
 RECORD, LOCK = "run.yaml", "run.lock"
-TRACKER = "latest_checkpointed_iteration.txt"
-"""verl's file that names the last complete checkpoint."""
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
-MAX_LISTED_KEYS = 12  # in one message
 _IGNORED = yaml.safe_load(Path(__file__).with_name("ignored_keys.yaml").read_text(encoding="utf-8"))
-
 _ADVICE = (
-    f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; --fresh (or {START}=fresh) "
-    "moves the folder aside and starts over; a different trainer.experiment_name starts a separate run"
+    f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to start "
+    "over; another name (--name, trainer.experiment_name) starts a separate run"
 )
 _locks: dict[Path, IO[str]] = {}
 """Folder -> its open lock file. This process holds the locks until it ends."""
@@ -52,127 +41,52 @@ class RunRefused(ValueError):
     """The run must not start in this folder. The message gives the reason and says what to do."""
 
 
-def affects_results(key: str) -> bool:
-    """Return whether the results of a run may depend on this key."""
-    return not any(fnmatch(key, pattern) for pattern in _IGNORED)
-
-
 def settings_of(config: DictConfig) -> dict[str, Any]:
-    """Return `a.b.c -> value` for all keys that affect results.
-
-    The values are the same on every machine, and old module names are replaced by new ones.
-    """
+    """Return `a.b.c -> value` for all keys that affect results. The values are the same on every machine."""
     run = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with mock.patch.dict(os.environ, {name: f"${name}" for name in PLACES}):
-        plain = OmegaConf.to_container(run, resolve=True)
-    assert isinstance(plain, dict)
-    kept: dict[str, Any] = json.loads(json.dumps({key: value for key, value in flat(plain) if affects_results(key)}))
-    return {key: with_new_names(value) for key, value in kept.items()}
+        plain: Any = OmegaConf.to_container(run, resolve=True)
+    # Whether the results of a run may depend on a key.
+    kept = {key: value for key, value in flat(plain) if not any(fnmatch(key, pattern) for pattern in _IGNORED)}
+    return dict(json.loads(json.dumps(kept)))
 
 
 def check(config: DictConfig, start: str = "") -> None:
-    """Raise RunRefused if the folder's run had other or unknown settings. `start` is a value of `OAR_START`."""
-    folder = _folder(config)
-    record = record_of(folder)
-    if start == "resume" or _starts_fresh(record, start):
-        return
-    if not record:
-        if config.trainer.resume_mode == "auto" and (folder / TRACKER).is_file():
-            raise RunRefused(f"{folder} holds checkpoints but no {RECORD}, so their settings are unknown:\n{_ADVICE}")
-        return
-    old, new = record["settings"], settings_of(config)
-    differing, unmatched = _compared(record, new)
-    if unmatched:
-        versions = f"{record['versions'] or 'other versions'}, now {_versions()}"
-        keys = ", ".join(_shortened(unmatched))
-        say(f"oar: {folder}: started with {versions}; these keys exist in only one, not compared: {keys}", sys.stderr)
-    if differing:
+    """Raise RunRefused if the folder's run had other settings. `start` is the value of `OAR_START`."""
+    folder, new = _folder(config), settings_of(config)
+    old = record_of(folder).get("settings", new)
+    differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    if differing and start != "resume":
         values = [f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} now" for key in differing]
-        raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *_shortened(values), _ADVICE]))
+        raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *values, _ADVICE]))
 
 
-def has_finished(config: DictConfig, start: str = "") -> bool:
+def has_finished(config: DictConfig) -> bool:
     """Return whether the folder's run has finished with the same settings, so that starting it again would do nothing."""
-    record = record_of(_folder(config))
-    if record.get("state") != "finished" or _starts_fresh(record, start) or config.trainer.resume_mode != "auto":
-        return False
-    differing, _ = _compared(record, settings_of(config))
-    return not differing
+    record = {"state": "finished", "settings": settings_of(config)}
+    return bool(config.trainer.resume_mode == "auto" and record_of(_folder(config)) == record)
 
 
 def begin(config: DictConfig, start: str = "") -> Path | None:
     """Open a run's folder, write `run.yaml`, and lock the folder until this process ends.
 
-    With `fresh`, an existing folder is moved aside. If the recorded settings differ, the old `run.yaml` is renamed.
-    Return the folder, or None if the run has already finished. Raise RunRefused as `check` does, or if another process
-    trains there.
+    If the recorded settings differ, the old `run.yaml` is renamed. Return the folder, or None if the run has already finished.
+    Raise RunRefused as `check` does, or if another process trains there.
     """
     check(config, start)
-    if has_finished(config, start):
+    if has_finished(config):
         return None
     folder, settings = _folder(config), settings_of(config)
-    record = record_of(folder)
-    moves = folder.exists() and _starts_fresh(record, start)
-    if start == "resume" and not is_begun(folder):
-        say(f"oar: {folder}: {START}=resume, but the folder holds no run; training starts at step 0", sys.stderr)
     _lock(folder)
-    if moves:
-        folder.rename(free_path(folder))
-        _lock(folder)
-        record = {}
-    if record and record["settings"] != settings:
+    if record_of(folder).get("settings", settings) != settings:
         (folder / RECORD).rename(free_path(folder / RECORD))
-    began = start if start.startswith("fresh") else record.get("start", "")
-    _write(folder, {"state": "unfinished", "start": began, "versions": _versions(), "settings": settings})
+    write_whole(folder / RECORD, yaml.safe_dump({"state": "unfinished", "settings": settings}, sort_keys=False))
     return folder
-
-
-def is_begun(folder: Path) -> bool:
-    """Return whether the folder holds a run that can be resumed."""
-    return any((folder / name).is_file() for name in (RECORD, TRACKER))
 
 
 def end(folder: Path, state: str) -> None:
     """Record how a run ended: `finished` or `failed`. A run that was killed remains `unfinished`."""
-    _write(folder, record_of(folder) | {"state": state})
-
-
-def state(folder: Path) -> str:
-    """Return the recorded state: `not started`, `unfinished`, `failed` or `finished`."""
-    return str(record_of(folder).get("state", "not started"))
-
-
-def variables(folder: Path) -> dict[str, str]:
-    """Return the environment variables that make verl's loggers write into the folder, to a new metrics file at each start.
-
-    Variables that are already set are left out.
-    """
-    (folder / "metrics").mkdir(parents=True, exist_ok=True)
-    metrics = free_path(folder / "metrics" / "start.jsonl")
-    places = {"VERL_FILE_LOGGER_PATH": str(metrics), "TENSORBOARD_DIR": str(folder / "tensorboard")}
-    return {name: value for name, value in places.items() if name not in os.environ}
-
-
-def logged(folder: Path) -> dict[int, dict[str, float]]:
-    """Return step -> metrics of verl's file logger. Of a step that a later start repeated, the later values count."""
-    steps: dict[int, dict[str, float]] = {}
-    for file in sorted((folder / "metrics").glob("start*.jsonl"), key=lambda file: file.stat().st_mtime_ns):
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            # A line may be incomplete: the run was killed, or is writing it.
-            with suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-                record = json.loads(line)
-                row = {name: value for name, value in record["data"].items() if isinstance(value, int | float)}
-                steps[int(record["step"])] = steps.get(int(record["step"]), {}) | row
-    return steps
-
-
-def mean_accuracy(metrics: Mapping[str, Any]) -> float | None:
-    """Return the mean of verl's `val-core/SET/acc/mean@K` (or `SET/reward/mean@K`) over the validation sets.
-
-    Returns None if the step was not validated.
-    """
-    sets = [float(value) for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name]
-    return sum(sets) / len(sets) if sets else None
+    write_whole(folder / RECORD, yaml.safe_dump(record_of(folder) | {"state": state}, sort_keys=False))
 
 
 def _folder(config: DictConfig) -> Path:
@@ -184,17 +98,11 @@ def record_of(folder: Path) -> dict[str, Any]:
     file = folder / RECORD
     try:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
-        settings = {key: with_new_names(value) for key, value in dict(record["settings"]).items()}
-        texts = {"state": str(record["state"]), "start": str(record.get("start", ""))}
-        return {**texts, "versions": str(record.get("versions", "")), "settings": settings}
+        return {"state": str(record["state"]), "settings": dict(record["settings"])}
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise RunRefused(f"{file}: not a valid {RECORD} ({type(error).__name__}); move it away") from error
-
-
-def _write(folder: Path, record: Mapping[str, Any]) -> None:
-    write_whole(folder / RECORD, yaml.safe_dump(dict(record), sort_keys=False))
 
 
 def _lock(folder: Path) -> None:
@@ -202,37 +110,12 @@ def _lock(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if folder in _locks:
         _locks.pop(folder).close()
-    file = open(folder / LOCK, "a+", encoding="utf-8", opener=no_link)  # noqa: SIM115  stays open until the process ends
+    file = open(folder / LOCK, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115  stays open until the process ends
     if not locked(file):
-        with file:
-            file.seek(0)
-            advice = f"wait for it or end it; if its machine is gone but the lock remains, delete {file.name}"
-            raise RunRefused(f"{folder}: another process trains there: {file.read()}; {advice}")
-    file.truncate(0)
-    print(f"host {socket.gethostname()}, pid {os.getpid()}", end="", file=file, flush=True)
+        file.close()
+        advice = f"wait for it or end it; if its machine is gone but the lock remains, delete {file.name}"
+        raise RunRefused(f"{folder}: another process trains there; {advice}")
     _locks[folder] = file
-
-
-def _versions() -> str:
-    """Return the versions of verl and oar_plugin, which define the keys of a configuration."""
-    return f"verl {host_version()}, oar_plugin {__version__}"
-
-
-def _compared(record: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the keys whose values differ, and those that are not compared because another version added or removed them."""
-    old = record["settings"]
-    unmatched = [] if record["versions"] == _versions() else sorted(old.keys() ^ new.keys())
-    keys = (old.keys() | new.keys()) - set(unmatched)
-    return sorted(key for key in keys if old.get(key) != new.get(key)), unmatched
-
-
-def _shortened(lines: Sequence[str]) -> list[str]:
-    left_out = len(lines) - MAX_LISTED_KEYS
-    return [*lines[:MAX_LISTED_KEYS], *([f"  and {left_out} more"] if left_out > 0 else [])]
-
-
-def _starts_fresh(record: Mapping[str, Any], start: str) -> bool:
-    return start.startswith("fresh") and (start == "fresh" or record.get("start") != start)
 
 
 def free_path(path: Path) -> Path:
@@ -243,10 +126,7 @@ def free_path(path: Path) -> Path:
 
 
 class KeepRun(Callback):
-    """Hydra callback of the recipes: opens `trainer.default_local_dir` and makes verl's loggers write there.
-
-    It stops the run if the run in that folder had other settings.
-    """
+    """Hydra callback of the recipes: opens `trainer.default_local_dir` and makes verl's loggers write there."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Open the folder. Exit with status 2 if it cannot be used, 1 after other errors, 0 if the run has already finished."""
@@ -259,10 +139,14 @@ class KeepRun(Callback):
             traceback.print_exc()
             sys.exit(1)
         if opened is None:
-            say(f"oar: {config.trainer.default_local_dir}: this run has finished; --fresh starts it again", sys.stderr)
+            say(f"oar: {_folder(config)}: this run has finished; move the folder away to start it again", sys.stderr)
             sys.exit(0)
+        (opened / "metrics").mkdir(exist_ok=True)
+        metrics = free_path(opened / "metrics" / "start.jsonl")  # verl's file logger would empty the last start's
+        places = {"VERL_FILE_LOGGER_PATH": str(metrics), "TENSORBOARD_DIR": str(opened / "tensorboard")}
+        variables = {name: value for name, value in places.items() if name not in os.environ}
         # Set in Ray's runtime_env: the loggers run in an actor, and a running Ray ignores this process's environment.
-        OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", variables(opened), force_add=True)
+        OmegaConf.update(config, "ray_kwargs.ray_init.runtime_env.env_vars", variables, force_add=True)
         OmegaConf.set_struct(config.ray_kwargs.ray_init.runtime_env, False)  # verl 0.9.0 adds its own variable
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ RECIPE = "qwen2_5_7b_math"
         (["trian"], 2, "", "doctor"),
         # A wrong option is not taken for an override.
         (["launch", RECIPE, "--dry-run", "--partitoin", "gpu"], 2, "", "--partitoin"),
-        (["launch", RECIPE, "--dry-run", "--ssh", "'"], 2, "", "--ssh"),
+        (["launch", RECIPE, "--dry-run", "--srun", "'"], 2, "", "--srun"),
     ],
 )
 def test_commands_explain_themselves_and_what_is_none_is_refused(words, status, out, err, capsys):

@@ -20,8 +20,11 @@ DUMP = [HEADER.line().strip(), json.dumps(vars(replace(RESPONSE, tokens=["größ
 
 AT_ONCE = [  # words, what is said
     ("plan X --gpu-memory 0", "--gpu-memory: 0: must be above 0"),
+    ("plan X --gpu-memory nan", "--gpu-memory: nan: must be above 0"),
     ("plan X --scored-share 2", "--scored-share: 2: must be above 0 and at most 1"),
-    ("launch X --wait 0", "--wait: 0: at least 1"),
+    ("plan X --response-length -5", "--response-length: -5: must be above 0"),
+    ("launch X --seeds 0", "--seeds: 0: at least 1"),
+    ("launch X --hosts --dry-run", "--hosts: expected one argument"),
     ("launch X --on ray --hosts a,,b", "--hosts: 'a,,b': a list"),
     ("inspect --steps 1,x DIR", "--steps: invalid"),
     *((f"{command} X --colour", "--colour") for command in ("plan", "launch", "inspect", "recipes copy Y", "doctor")),

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,10 +12,10 @@ pytest.importorskip("vllm")
 pytest.importorskip("megatron.core")
 
 from oar_plugin.hosts.verl.settings import resolve
-from recipes.smoke import SmokeFailed, architecture_of, group_of, sizes
-from tests.hosts.whole_run import ADAPTER, check, smoke, whole_run, with_a_signal
+from recipes.smoke import architecture_of, sizes
+from tests.hosts.whole_run import check, smoke, whole_run, with_a_signal
 from tests.limits import PROCESS_S
-from tests.recipes.test_recipes import FOLDER, RECIPES, composed, differing, flat
+from tests.recipes.test_recipes import FOLDER, RECIPES, composed
 
 pytestmark = whole_run
 
@@ -50,23 +49,6 @@ NIGHTLY = {
     ],
 }
 """Recipes that are run here, with what overrides."""
-ELSEWHERE = {
-    "qwen2_5_7b_math": "tests/hosts/test_verl_run.py",
-    "qwen2_5_32b_megatron": "tests/hosts/test_megatron_run.py",
-    "qwen2_5_7b_colocate_async": "tests/hosts/test_verl_run.py",
-    "qwen2_5_7b_oar_p": "tests/hosts/test_offload_run.py",
-}
-"""Smoke tests that look closer, and so stand beside what they look at."""
-MATH, ASYNC = "qwen2_5_7b_math", "qwen2_5_7b_colocate_async"
-THE_SAME_RUN = {
-    "qwen2_5_0_5b_gsm8k": ([], MATH, []),
-    "qwen2_5_1_5b_lora": ([*ADAPTER, "trainer.v1.trainer_mode=colocate_async"], ASYNC, ADAPTER),
-    "qwen2_5_1_5b_math": ([], MATH, []),
-    "qwen2_5_7b_paper": ([], MATH, ["oar=published"]),
-    "qwen2_5_7b_lora": (["trainer.v1.trainer_mode=colocate_async"], ASYNC, ADAPTER),
-}
-"""Recipes whose smoke test, with the overrides that come first, is that of another recipe with the overrides behind it: a smoke
-test replaces what else sets them apart, the model, the data and the layout."""
 
 
 @pytest.mark.parametrize("name", [*HERE, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
@@ -90,46 +72,9 @@ def test_two_steps(name, assets, tmp_path):
     assert any(metric.startswith("val-core/") for metric in steps[-1]), "validated as the recipe would"
 
 
-@pytest.mark.nightly
-def test_groups_without_a_signal_are_filtered_in_an_asynchronous_run_too(assets, tmp_path):
-    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
-    steps = smoke("qwen2_5_7b_deepmath", tmp_path, "trainer.v1.trainer_mode=colocate_async")
-    check(steps, [1, 2])
-    assert sum(step["training/filter_groups/evicted_samples"] for step in steps) > 0
-    assert all(step["oar/scored"] > 0.9 for step in steps)
-
-
-def test_every_recipe_is_run():
-    assert {*HERE, *NIGHTLY, *ELSEWHERE, *THE_SAME_RUN} == {recipe.name for recipe in RECIPES}
-    for name, file in ELSEWHERE.items():
-        assert f'"{name}"' in (Path(__file__).parents[2] / file).read_text()
-
-
-@pytest.mark.parametrize("name", THE_SAME_RUN)
-def test_a_recipe_without_a_run_of_its_own_is_the_same_run(name):
-    own, other, overrides = THE_SAME_RUN[name]
-    group = group_of(composed(FOLDER / other))
-    assert group_of(composed(FOLDER / name, "oar", *own)) == group
-    one = flat(composed(FOLDER / name, "oar", f"+cpu_smoke={group}", *own))
-    same = flat(composed(FOLDER / other, "oar", f"+cpu_smoke={group}", *overrides))
-    assert differing(one, same) <= {"trainer.experiment_name", "trainer.total_epochs"}
-
-
 def test_on_a_machine_with_gpus_the_sizes_are_found_as_well():
     """There the plugin verl_cpu adds no config groups."""
     words = [sys.executable, "-m", "verl.trainer.main_ppo", *sizes(RECIPES[0], "oar", "tiny"), "--cfg", "job"]
     environment = {**os.environ, "VERL_PLATFORM": "nvidia", "OAR_SMOKE": "/made/up"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PROCESS_S)
     assert "path: ${smoke}/model" in done.stdout, done.stderr
-
-
-def test_a_run_that_fails_shows_the_end_of_its_log(tmp_path, monkeypatch):
-    (tmp_path / "data.parquet").touch()
-
-    def run_verl(words, environment, log, limit_s, **more):
-        log.write_text(words[-1])
-        return 1
-
-    monkeypatch.setattr("recipes.smoke.run_verl", run_verl)
-    with pytest.raises(SmokeFailed, match=r"(?s)status 1.*algorithm\.oar\.tau=1\.5"):
-        smoke(RECIPES[0].name, tmp_path, "algorithm.oar.tau=1.5")

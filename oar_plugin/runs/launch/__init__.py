@@ -1,1 +1,1 @@
-"""Runs a recipe where the GPUs are: names of runs, checks before the start, the templates of `recipes/cluster`."""
+"""Runs a recipe where the GPUs are: checks before the start, and what starts a run there."""
