@@ -1,59 +1,99 @@
-"""avg@k, pass@k and maj@k of several methods on several data sets: means with standard errors and 95 % intervals, and tables.
+"""Grades responses by the recipes' own reward, and makes a table: means with standard errors, differences with 95 % intervals.
 
 Shapes: P problems, K responses to each, S seeds (training runs of one method).
 """
 
 import math
+import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
 from oar_plugin.output import printable
-from oar_plugin.runs.evaluate.grade import Graded
+from oar_plugin.runs.evaluate.responses import ProblemSet
+from oar_plugin.runs.math.answer import FinalAnswer, canonical, final_answer
+from oar_plugin.runs.math.pool import TaskCrashed, TaskTimedOut
+from oar_plugin.runs.reward import LONGEST_ANSWER, compute_score, start_pool
 
 Values = NDArray[np.float64]
-AVERAGE = "average"  # name of the line for the mean over all data sets, with equal weights
+AVERAGE = "average"  # name of the column for the mean over all data sets, with equal weights
+TIMEOUT_S = 10.0
+PROCESSES = max(2, min(16, os.cpu_count() or 2))
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean with its standard error and 95 % interval."""
+class Graded(NamedTuple):
+    values: dict[str, Values]  # metric -> shape (P,): avg@K, pass@K and maj@K; with K = 1 only avg@1
+    no_answer: float  # share of all responses
 
+
+class Estimate(NamedTuple):
     mean: float
     se: float
-    low: float
+    low: float  # of the 95 % interval
     high: float
 
-    @property
-    def leaves_out_zero(self) -> bool:
-        # A standard error of 0 does not mean certainty: all problems merely had the same value.
-        return self.se > 0 and (self.low > 0 or self.high < 0)
+
+Results = Mapping[str, Mapping[str, Sequence[Graded]]]  # method -> data set -> each training seed
+Tables = dict[str, dict[str, dict[str, Estimate]]]  # metric -> row -> column
 
 
-def pass_at(k: int, correct_PK: NDArray[np.bool_]) -> Values:
-    """Return pass@k of each problem: the chance that k of its responses, drawn without replacement, include a correct one.
+def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> Graded:
+    """Grade the responses to each problem, but equal answers once."""
+    keys = [[(place, final_answer(text)) for text in row] for place, row in enumerate(responses)]
+    # One response per answer: the reward takes a whole response.
+    texts = {
+        key: text for row, given in zip(keys, responses, strict=True) for key, text in zip(row, given, strict=True)
+    }
 
-    The estimate is unbiased (Chen et al. 2021, arXiv 2107.03374). At k = K it is 1 if any response is correct, else 0.
+    def judge(key: tuple[int, FinalAnswer | None]) -> tuple[bool, str | None]:
+        """Return whether it is right, and a name that is equal for answers that mean the same; None without an answer."""
+        place, answer = key
+        if answer is None:
+            return False, None
+        truth = problems.problems[place][1]
+        score = compute_score(problems.name, texts[key], truth, timeout_s=TIMEOUT_S, processes=PROCESSES)
+        name = "".join(answer.text.split())
+        if len(answer.text) <= LONGEST_ANSWER:
+            with suppress(TaskTimedOut, TaskCrashed):
+                name = start_pool(PROCESSES, TIMEOUT_S).run(canonical, answer)
+        return score["acc"] == 1.0, name
+
+    with ThreadPoolExecutor(PROCESSES) as threads:
+        judged = dict(zip(texts, threads.map(judge, texts), strict=True))
+    names = [[judged[key][1] for key in row] for row in keys]
+    k, correct_PK = len(keys[0]), np.array([[judged[key][0] for key in row] for row in keys])
+    most_P = np.array([majority(*pair) for pair in zip(names, correct_PK, strict=True)])
+    values = {f"avg@{k}": correct_PK.mean(axis=1), f"pass@{k}": correct_PK.any(axis=1) * 1.0, f"maj@{k}": most_P}
+    no_answer = float(np.mean([[name is None for name in row] for row in names]))
+    return Graded(values if k > 1 else {"avg@1": values["avg@1"]}, no_answer)
+
+
+def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """Return maj@K of one problem: the mean grade of the responses with the most frequent answer.
+
+    Responses without an answer (None) do not vote. If several answers are equally frequent, the mean is over all of their
+    responses. A mean is needed even for one answer: responses with the same canonical answer can have different grades.
     """
-    samples = correct_PK.shape[1]
-    none_right = [math.comb(samples - right, k) / math.comb(samples, k) for right in correct_PK.sum(axis=1).tolist()]
-    return 1.0 - np.array(none_right)
+    votes = Counter(answer for answer in answers if answer is not None)
+    chosen = {answer for answer, count in votes.items() if count == max(votes.values())}
+    return float(
+        np.mean([right for answer, right in zip(answers, correct, strict=True) if answer in chosen] or [False])
+    )
 
 
 def estimate(values: Sequence[Values], minus: Sequence[Values] | None = None) -> Estimate:
     """Return the mean over problems; data sets have equal weights.
 
-    Args:
-        values: one array (S, P) per data set.
-        minus: the baseline's arrays for the same problems; if given, the result is the mean of the paired differences.
-
-    The variance has two parts. Over problems: the variance of the problems' values, caused by the choice of problems and the
-    sampling of responses. Over seeds, if there are several: the variance of the runs' means beyond what the sampling of
-    responses explains. With one seed this part is unknown and left out. The interval is Student's t (Welch and Satterthwaite).
+    `values` has one array (S, P) per data set. With `minus`, the baseline's arrays, it is the mean of the paired differences.
+    The variance has a part over problems, caused by their choice and the sampling of responses, and a part over seeds, which is
+    unknown and left out with one seed. The interval is Student's t (Welch and Satterthwaite).
     """
     base = minus if minus is not None else [np.zeros_like(block[:1]) for block in values]
     differences = [block.mean(axis=0) - other.mean(axis=0) for block, other in zip(values, base, strict=True)]
@@ -74,16 +114,12 @@ def _between_seeds(blocks: Sequence[Values]) -> float:
     The runs' means also differ because each run has its own responses. The part over problems already contains that variance,
     so it is subtracted here.
     """
-    seeds = len(blocks[0])
-    if seeds == 1:
-        return 0.0
-    run_means = np.mean([block.mean(axis=1) for block in blocks], axis=0)
-    by_chance = 0.0
+    seeds, by_chance = len(blocks[0]), 0.0
     for block in blocks:
         rest = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
-        freedom = (seeds - 1) * (block.shape[1] - 1)
-        if freedom > 0:
+        if freedom := (seeds - 1) * (block.shape[1] - 1):
             by_chance += float((rest**2).sum()) / freedom / block.shape[1] / len(blocks) ** 2
+    run_means = np.mean([block.mean(axis=1) for block in blocks], axis=0)
     return max(0.0, _variance(run_means) - by_chance) / seeds
 
 
@@ -91,102 +127,53 @@ def _variance(values: Values) -> float:
     return float(values.var(ddof=1)) if len(values) > 1 else 0.0
 
 
-@dataclass(frozen=True)
-class Line:
-    """The results of one method on one data set."""
-
-    data: str
-    method: str
-    problems: int
-    seeds: int
-    estimates: Mapping[str, Estimate]  # metric -> estimate, between 0 and 1
-    minus_baseline: Mapping[str, Estimate]  # metric -> mean paired difference; empty for the baseline
-
-
-def metrics(samples: int) -> list[str]:
-    """Return the names of the metrics: avg, pass at 2, 4, ... samples, and maj. With one sample all of them equal avg@1."""
-    if samples == 1:
-        return ["avg@1"]
-    fewer = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
-    return [f"avg@{samples}", *(f"pass@{k}" for k in (*fewer, samples)), f"maj@{samples}"]
-
-
-def lines_of(results: Mapping[str, Mapping[str, Sequence[Graded]]], baseline: str, samples: int) -> list[Line]:
-    """Return a line per data set and method, and with several data sets a line per method for their mean.
-
-    `results` is method -> data set -> grades of each training seed.
-    """
-
-    def blocks(method: str, metric: str, names: Sequence[str]) -> list[Values]:
-        return [np.stack([_values(metric, graded) for graded in results[method][name]]) for name in names]
-
-    every = list(results[baseline])
-    lines = []
-    for label, names in [*((name, [name]) for name in every), *([(AVERAGE, every)] if len(every) > 1 else [])]:
-        for method, graded in results.items():
-            values = {metric: blocks(method, metric, names) for metric in metrics(samples)}
-            against = {metric: blocks(baseline, metric, names) for metric in values if method != baseline}
-            lines.append(
-                Line(
-                    label,
-                    method,
-                    problems=sum(len(graded[name][0].majority_P) for name in names),
-                    seeds=len(graded[names[0]]),
-                    estimates={metric: estimate(each) for metric, each in values.items()},
-                    minus_baseline={metric: estimate(values[metric], base) for metric, base in against.items()},
-                )
-            )
-    return lines
-
-
-def _values(metric: str, graded: Graded) -> Values:
-    """Return the metric's value for each problem, shape (P,)."""
-    name, _, k = metric.partition("@")
-    if name == "avg":
-        return graded.correct_PK.mean(axis=1, dtype=np.float64)
-    return graded.majority_P if name == "maj" else pass_at(int(k), graded.correct_PK)
-
-
-def as_rows(lines: Sequence[Line], baseline: str, samples: int) -> dict[str, list[list[str]]]:
-    """Return three tables, avg, pass and maj at all samples: titles, then a row per method; a column per data set."""
-    problems, tables = {line.data: line.problems for line in lines}, {}
-    for metric in dict.fromkeys([f"avg@{samples}", *metrics(samples)[-2:]]):
-        rows = [["", *(f"{_cell(name)} ({count})" for name, count in problems.items())]]
-        for method in dict.fromkeys(line.method for line in lines):
-            own = [line for line in lines if line.method == method]
-            rows.append([_cell(method), *(_percent(line.estimates[metric]) for line in own)])
-            if differences := [line.minus_baseline[metric] for line in own if line.minus_baseline]:
-                rows.append([f"{_cell(method)} - {_cell(baseline)}", *map(_difference, differences)])
-        tables[metric] = rows
+def tables_of(results: Results, baseline: str) -> Tables:
+    """Return for each metric a row per method, and one for its differences from the baseline; a column per data set."""
+    sets = list(results[baseline])
+    columns = {name: [name] for name in sets} | ({AVERAGE: sets} if len(sets) > 1 else {})
+    tables: Tables = {}
+    for metric in results[baseline][sets[0]][0].values:
+        values = {
+            method: {
+                column: [np.stack([seed.values[metric] for seed in of[name]]) for name in names]
+                for column, names in columns.items()
+            }
+            for method, of in results.items()
+        }
+        rows = tables[metric] = {}
+        for method, own in values.items():
+            rows[method] = {column: estimate(blocks) for column, blocks in own.items()}
+            if method != baseline:
+                base = values[baseline]
+                rows[f"{method} - {baseline}"] = {
+                    column: estimate(blocks, base[column]) for column, blocks in own.items()
+                }
     return tables
 
 
-def as_markdown(tables: Mapping[str, list[list[str]]], lines: Sequence[Line]) -> str:
-    """Return the tables of `as_rows` and how to read them."""
-    parts = []
-    for metric, (titles, *rows) in tables.items():
-        marked = [titles, ["---"] * len(titles), *rows]
-        parts.append(f"## {metric}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in marked))
-    return "\n".join(parts) + f"\n{explained(lines)}\n"
-
-
-def explained(lines: Sequence[Line]) -> str:
-    alone = ", ".join(dict.fromkeys(_cell(line.method) for line in lines if line.seeds == 1))
+def as_markdown(tables: Tables, results: Results, sizes: Mapping[str, int]) -> str:
+    """Return the tables and how to read them. `sizes`: data set -> number of problems."""
+    text, sizes = "", {**sizes, AVERAGE: sum(sizes.values())}
+    for metric, rows in tables.items():
+        titles = [f"{_cell(column)} ({sizes[column]})" for column in next(iter(rows.values()))]
+        cells = [["", *titles], ["---"] * (1 + len(titles))]
+        for name, row in rows.items():
+            cells.append([_cell(name), *(_number(value, "" if name in results else "+") for value in row.values())])
+        text += f"## {metric}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in cells) + "\n"
+    alone = ", ".join(_cell(method) for method, of in results.items() if len(next(iter(of.values()))) == 1)
     seeds = f"but not training seeds: there is only one seed of {alone}" if alone else "and training seeds"
-    return (
-        "Percent ± standard error. Differences are paired over problems; bold where their 95 % interval "
-        f"excludes zero. Intervals cover resampled problems and responses, {seeds}."
+    text += (
+        "Percent ± standard error. Differences are paired over problems; bold where their 95 % interval excludes zero. "
     )
+    return f"{text}Intervals cover resampled problems and responses, {seeds}.\n"
 
 
-def _percent(value: Estimate, sign: str = "") -> str:
-    """Return mean and standard error as `41.3 ± 0.8`."""
-    return f"{100 * value.mean:{sign}.1f} ± {100 * value.se:.1f}"
-
-
-def _difference(value: Estimate) -> str:
-    text = f"{_percent(value, '+')} ({100 * value.low:+.1f} to {100 * value.high:+.1f})"
-    return f"**{text}**" if value.leaves_out_zero else text
+def _number(value: Estimate, sign: str) -> str:
+    """Return `41.3 ± 0.8`, or with the sign `+` a difference as `+1.3 ± 0.8 (-0.3 to +2.9)`, bold if that excludes zero."""
+    mean, se, low, high = (100 * part for part in value)
+    text = f"{mean:{sign}.1f} ± {se:.1f}" + (f" ({low:+.1f} to {high:+.1f})" if sign else "")
+    # A standard error of 0 does not mean certainty: all problems merely had the same value.
+    return f"**{text}**" if sign and se > 0 and (low > 0 or high < 0) else text
 
 
 def _cell(name: str) -> str:
