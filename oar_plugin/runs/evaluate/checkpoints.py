@@ -17,11 +17,10 @@ _SHARDS = {"fsdp_config.json": "fsdp", "model/dist_ckpt": "megatron", "dist_ckpt
 
 
 def find(text: str, best: bool, say: Callable[[str], None]) -> str:
-    """Return the folder or hub name of a checkpoint's model. The first call on a sharded checkpoint merges its shards.
+    """Return the folder or hub name of the model of a CHECKPOINT, as `oar eval --help` describes it.
 
-    `text` is a folder in HuggingFace's format, a checkpoint of verl (`.../global_step_N` or its `actor`), a folder of such
-    checkpoints (the last one is used; with `best`, the one in its folder `best`), or a name on the hub. `say` gets a message
-    before a merge, which takes minutes for a large model. Raise EvaluationError if there is no model or if the merge fails.
+    The first call merges a checkpoint's shards, which takes minutes for a large model; `say` gets a message before. With `best`
+    the checkpoint is that in the folder `best`. Raise EvaluationError if there is no model, or if it cannot be merged.
     """
     folder = Path(text).expanduser()
     if not folder.is_dir():
@@ -38,10 +37,8 @@ def find(text: str, best: bool, say: Callable[[str], None]) -> str:
     for shards, backend in _SHARDS.items():
         if (actor / shards).exists():
             return str(_merge(actor, backend, say))
-    raise EvaluationError(
-        f"{actor}: holds no model: neither config.json with weights ({', '.join(WEIGHTS)}), nor a checkpoint of verl "
-        "(global_step_N/actor with fsdp_config.json or dist_ckpt), nor a folder of such checkpoints"
-    )
+    wanted = f"config.json and {' or '.join(WEIGHTS)}, a checkpoint of verl (global_step_N), or a folder of these"
+    raise EvaluationError(f"{actor}: holds no model: it needs {wanted}")
 
 
 def fingerprint(model: str) -> str:
@@ -64,6 +61,7 @@ def _last_step(folder: Path) -> Path:
 
 
 def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
+    """Merge the shards of a checkpoint, and a LoRA adapter if it has one; return the folder of the model."""
     target = actor / MERGED
     unpickled = "; Megatron shards are unpickled; merge only runs that you trust" if backend == "megatron" else ""
     say(f"merging {actor} into {target} with verl.model_merger; later evaluations reuse it{unpickled}")
@@ -77,18 +75,13 @@ def _merge(actor: Path, backend: str, say: Callable[[str], None]) -> Path:
         if done.returncode or not _is_model(partial):
             said = "\n".join((done.stdout + done.stderr).decode(errors="replace").strip().splitlines()[-15:])
             raise EvaluationError(f"{actor}: verl.model_merger failed (exit status {done.returncode}):\n{said}")
-        if (partial / "lora_adapter").is_dir():
-            _fold_in_adapter(partial)
+        if (partial / "lora_adapter").is_dir():  # as verl's merger writes it, beside the base model
+            from peft import PeftModel
+            from transformers import AutoModelForCausalLM
+
+            base = AutoModelForCausalLM.from_pretrained(partial, dtype="auto", trust_remote_code=False)
+            PeftModel.from_pretrained(base, str(partial / "lora_adapter")).merge_and_unload().save_pretrained(partial)
+            shutil.rmtree(partial / "lora_adapter")
         if not _is_model(target):  # else another evaluation was faster
             partial.rename(target)
     return target
-
-
-def _fold_in_adapter(folder: Path) -> None:
-    """Merge a LoRA adapter into the base model's weights. verl's merger wrote the adapter to a separate folder."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
-    PeftModel.from_pretrained(base, str(folder / "lora_adapter")).merge_and_unload().save_pretrained(folder)
-    shutil.rmtree(folder / "lora_adapter")

@@ -20,33 +20,26 @@ _ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "no
 _UNTIL_STDIN_CLOSES = 'exec 3<&0; { cat <&3 >/dev/null; kill -KILL 0; } & exec "$@" 3<&- </dev/null >&2'
 
 
-Problem = tuple[list[dict[str, str]], str]  # messages, as the chat template takes them; ground truth
-
-
 class ProblemSet(NamedTuple):
     name: str
-    problems: list[Problem]
+    problems: list[tuple[list[dict[str, str]], str]]  # messages, as the chat template takes them; ground truth
 
 
 def read_problems(name: str, folder: Path, limit: int | None) -> ProblemSet:
-    """Return the data set in `folder/NAME/test.parquet`, or in a parquet file called NAME, in verl's columns.
-
-    Equal prompts are kept once. `limit`: maximum number of problems. EvaluationError: file is missing, broken or empty.
-    """
+    """Return the set `folder/NAME/test.parquet`, or the parquet file NAME, with equal prompts once. Raises EvaluationError."""
     import pyarrow.parquet as pq
 
     path = Path(name).expanduser() if name.endswith(".parquet") else folder / name / "test.parquet"
     try:
         rows = pq.read_table(path, columns=["prompt", "reward_model"]).to_pylist()
-        problems = {
-            json.dumps(row["prompt"]): (row["prompt"], str(row["reward_model"]["ground_truth"])) for row in rows
-        }
+        pairs = [(row["prompt"], str(row["reward_model"]["ground_truth"])) for row in rows]
     except (ValueError, OSError, KeyError, TypeError) as error:  # Arrow's errors are ValueErrors
         advice = f"oar data {name} --out {folder} makes it" if not name.endswith(".parquet") else "see oar eval --help"
         raise EvaluationError(f"--data={name}: cannot read {path}: {cause(error)}; {advice}") from error
-    if not problems:
+    if not pairs:
         raise EvaluationError(f"--data={name}: {path} holds no row")
-    return ProblemSet(path.parent.name if path.stem == "test" else path.stem, [*problems.values()][:limit])
+    unique = {json.dumps(prompt): (prompt, truth) for prompt, truth in pairs}
+    return ProblemSet(path.parent.name if path.stem == "test" else path.stem, [*unique.values()][:limit])
 
 
 def responses_of(
@@ -69,8 +62,9 @@ def responses_of(
     lines = _answers(model, requests, tensor_parallel) if is_new else file.read_bytes()
     try:
         rows = [json.loads(line) for line in lines.splitlines()]
-        if errors := [row["error"] for row in rows if row["error"]] or len(rows) != len(requests):
-            raise ValueError(f"{len(rows)} responses to {len(requests)} requests, errors: {errors}")
+        errors = [row["error"] for row in rows if row["error"]]
+        if errors or len(rows) < len(requests):
+            raise ValueError(f"{len(rows)} responses to {len(requests)} requests; errors: {errors[:1]}")
         made = [str(row["response"]["body"]["choices"][0]["message"]["content"] or "") for row in rows]
     except (ValueError, TypeError, KeyError, IndexError) as error:
         advice = "see vLLM's messages above" if is_new else f"{file} is damaged; delete it"
@@ -85,27 +79,21 @@ def _answers(model: str, requests: Sequence[str], tensor_parallel: int) -> bytes
     import torch
 
     gpus = torch.cuda.device_count()  # does not initialise CUDA
-    if 0 < gpus < tensor_parallel:
-        raise EvaluationError(f"--tp={tensor_parallel}: must be at most {gpus}, the number of visible GPUs")
-    on_gpus = ["--tensor-parallel-size", tensor_parallel, "--data-parallel-size", gpus // tensor_parallel]
     with tempfile.TemporaryDirectory() as place:
         asked, answered = Path(place, "requests.jsonl"), Path(place, "responses.jsonl")
         asked.write_text("\n".join(requests), encoding="utf-8")
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.run_batch", "-i", asked, "-o", answered]
+        options = {"input-file": asked, "output-file": answered, "model": model, "served-model-name": "model"}
         # The longest context that fits into memory, and no settings from the model's generation_config.json.
-        command += [
-            "--model",
-            model,
-            "--served-model-name",
-            "model",
-            "--max-model-len",
-            -1,
-            "--generation-config",
-            "vllm",
+        options |= {"max-model-len": -1, "generation-config": "vllm"}
+        options |= {"tensor-parallel-size": tensor_parallel, "data-parallel-size": max(1, gpus // tensor_parallel)}
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.run_batch",
+            *(f"--{k}={v}" for k, v in options.items()),
         ]
-        command += on_gpus if gpus else ["--enforce-eager"]  # compiling for a CPU takes longer than it saves
-        guarded = ["sh", "-c", _UNTIL_STDIN_CLOSES, "sh", *map(str, command)]
-        environment = {**_ENVIRONMENT, **os.environ}
+        command += [] if gpus else ["--enforce-eager"]  # compiling for a CPU takes longer than it saves
+        guarded, environment = ["/bin/sh", "-c", _UNTIL_STDIN_CLOSES, "sh", *command], {**_ENVIRONMENT, **os.environ}
         with subprocess.Popen(guarded, stdin=subprocess.PIPE, env=environment, start_new_session=True) as vllm:
             vllm.wait()
         return answered.read_bytes() if answered.is_file() else b""

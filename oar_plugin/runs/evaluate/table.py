@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,34 +22,19 @@ from oar_plugin.runs.math.pool import TaskCrashed, TaskTimedOut
 from oar_plugin.runs.reward import LONGEST_ANSWER, compute_score, start_pool
 
 Values = NDArray[np.float64]
-AVERAGE = "average"  # name of the column for the mean over all data sets, with equal weights
-TIMEOUT_S = 10.0
-PROCESSES = max(2, min(16, os.cpu_count() or 2))
-
-
-class Graded(NamedTuple):
-    values: dict[str, Values]  # metric -> shape (P,): avg@K, pass@K and maj@K; with K = 1 only avg@1
-    no_answer: float  # share of all responses
-
-
-class Estimate(NamedTuple):
-    mean: float
-    se: float
-    low: float  # of the 95 % interval
-    high: float
-
-
-Results = Mapping[str, Mapping[str, Sequence[Graded]]]  # method -> data set -> each training seed
+Metrics = dict[str, Values]  # avg@K, pass@K and maj@K of each problem, shape (P,); with K = 1 only avg@1
+Results = Mapping[str, Mapping[str, Sequence[Metrics]]]  # method -> data set -> each training seed
+Estimate = tuple[float, float, float, float]  # mean, standard error, 95 % interval
 Tables = dict[str, dict[str, dict[str, Estimate]]]  # metric -> row -> column
 
 
-def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> Graded:
-    """Grade the responses to each problem, but equal answers once."""
-    keys = [[(place, final_answer(text)) for text in row] for place, row in enumerate(responses)]
-    # One response per answer: the reward takes a whole response.
-    texts = {
-        key: text for row, given in zip(keys, responses, strict=True) for key, text in zip(row, given, strict=True)
-    }
+def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Metrics, float]:
+    """Grade the responses to each problem, but equal answers once. Also return the share of responses without an answer."""
+    texts = [(place, text) for place, row in enumerate(responses) for text in row]
+    keys = [(place, final_answer(text)) for place, text in texts]
+    text_of = dict(zip(keys, (text for _, text in texts), strict=True))  # the reward takes a whole response
+    processes = max(2, min(16, os.cpu_count() or 2))
+    pool = start_pool(processes, timeout_s=10.0)  # the reward uses it, too
 
     def judge(key: tuple[int, FinalAnswer | None]) -> tuple[bool, str | None]:
         """Return whether it is right, and a name that is equal for answers that mean the same; None without an answer."""
@@ -58,34 +42,31 @@ def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> Graded:
         if answer is None:
             return False, None
         truth = problems.problems[place][1]
-        score = compute_score(problems.name, texts[key], truth, timeout_s=TIMEOUT_S, processes=PROCESSES)
+        score = compute_score(problems.name, text_of[key], truth)
         name = "".join(answer.text.split())
         if len(answer.text) <= LONGEST_ANSWER:
             with suppress(TaskTimedOut, TaskCrashed):
-                name = start_pool(PROCESSES, TIMEOUT_S).run(canonical, answer)
+                name = pool.run(canonical, answer)
         return score["acc"] == 1.0, name
 
-    with ThreadPoolExecutor(PROCESSES) as threads:
-        judged = dict(zip(texts, threads.map(judge, texts), strict=True))
-    names = [[judged[key][1] for key in row] for row in keys]
-    k, correct_PK = len(keys[0]), np.array([[judged[key][0] for key in row] for row in keys])
-    most_P = np.array([majority(*pair) for pair in zip(names, correct_PK, strict=True)])
-    values = {f"avg@{k}": correct_PK.mean(axis=1), f"pass@{k}": correct_PK.any(axis=1) * 1.0, f"maj@{k}": most_P}
-    no_answer = float(np.mean([[name is None for name in row] for row in names]))
-    return Graded(values if k > 1 else {"avg@1": values["avg@1"]}, no_answer)
+    with ThreadPoolExecutor(processes) as threads:
+        judged = dict(zip(text_of, threads.map(judge, text_of), strict=True))
+    k, names = len(responses[0]), [judged[key][1] for key in keys]
+    correct_PK = np.array([judged[key][0] for key in keys]).reshape(-1, k)
+    most_P = np.array([majority(names[p * k : (p + 1) * k], row) for p, row in enumerate(correct_PK.tolist())])
+    metrics = {f"avg@{k}": correct_PK.mean(axis=1)}
+    if k > 1:  # else all of them are equal
+        metrics |= {f"pass@{k}": correct_PK.any(axis=1).astype(float), f"maj@{k}": most_P}
+    return metrics, names.count(None) / len(names)
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Return maj@K of one problem: the mean grade of the responses with the most frequent answer.
-
-    Responses without an answer (None) do not vote. If several answers are equally frequent, the mean is over all of their
-    responses. A mean is needed even for one answer: responses with the same canonical answer can have different grades.
-    """
+    """Return maj@K of one problem: the mean grade of the responses with the most frequent answer (or answers); None is none."""
+    # Even one canonical answer needs a mean: its responses can have different grades.
     votes = Counter(answer for answer in answers if answer is not None)
-    chosen = {answer for answer, count in votes.items() if count == max(votes.values())}
-    return float(
-        np.mean([right for answer, right in zip(answers, correct, strict=True) if answer in chosen] or [False])
-    )
+    chosen = [answer for answer, count in votes.items() if count == max(votes.values())]
+    grades = [right for answer, right in zip(answers, correct, strict=True) if answer in chosen]
+    return float(np.mean(grades or [False]))
 
 
 def estimate(values: Sequence[Values], minus: Sequence[Values] | None = None) -> Estimate:
@@ -105,15 +86,11 @@ def estimate(values: Sequence[Values], minus: Sequence[Values] | None = None) ->
     spread = sum(part**2 / freedom for part, freedom in parts if freedom > 0)
     freedom = variance**2 / spread if spread > 0 else math.inf
     half = float(stats.t.ppf(0.975, freedom)) * math.sqrt(variance)
-    return Estimate(mean, math.sqrt(variance), mean - half, mean + half)
+    return mean, math.sqrt(variance), mean - half, mean + half
 
 
 def _between_seeds(blocks: Sequence[Values]) -> float:
-    """Return the variance of the mean that is caused by seeds alone; 0 with one seed.
-
-    The runs' means also differ because each run has its own responses. The part over problems already contains that variance,
-    so it is subtracted here.
-    """
+    """Return the variance of the mean that is caused by seeds alone, beyond that of each run's responses; 0 with one seed."""
     seeds, by_chance = len(blocks[0]), 0.0
     for block in blocks:
         rest = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
@@ -130,42 +107,35 @@ def _variance(values: Values) -> float:
 def tables_of(results: Results, baseline: str) -> Tables:
     """Return for each metric a row per method, and one for its differences from the baseline; a column per data set."""
     sets = list(results[baseline])
-    columns = {name: [name] for name in sets} | ({AVERAGE: sets} if len(sets) > 1 else {})
+    columns = {name: [name] for name in sets} | ({"average": sets} if len(sets) > 1 else {})
+
+    def blocks(metric: str, method: str, column: str) -> list[Values]:
+        return [np.stack([seed[metric] for seed in results[method][name]]) for name in columns[column]]
+
     tables: Tables = {}
-    for metric in results[baseline][sets[0]][0].values:
-        values = {
-            method: {
-                column: [np.stack([seed.values[metric] for seed in of[name]]) for name in names]
-                for column, names in columns.items()
-            }
-            for method, of in results.items()
-        }
+    for metric in results[baseline][sets[0]][0]:
         rows = tables[metric] = {}
-        for method, own in values.items():
-            rows[method] = {column: estimate(blocks) for column, blocks in own.items()}
+        for method in results:
+            own, base = ([blocks(metric, of, column) for column in columns] for of in (method, baseline))
+            rows[method] = dict(zip(columns, map(estimate, own), strict=True))
             if method != baseline:
-                base = values[baseline]
-                rows[f"{method} - {baseline}"] = {
-                    column: estimate(blocks, base[column]) for column, blocks in own.items()
-                }
+                rows[f"{method} - {baseline}"] = dict(zip(columns, map(estimate, own, base), strict=True))
     return tables
 
 
 def as_markdown(tables: Tables, results: Results, sizes: Mapping[str, int]) -> str:
     """Return the tables and how to read them. `sizes`: data set -> number of problems."""
-    text, sizes = "", {**sizes, AVERAGE: sum(sizes.values())}
+    text, sizes = "", {**sizes, "average": sum(sizes.values())}
     for metric, rows in tables.items():
-        titles = [f"{_cell(column)} ({sizes[column]})" for column in next(iter(rows.values()))]
-        cells = [["", *titles], ["---"] * (1 + len(titles))]
+        titles = ["", *(f"{_cell(column)} ({sizes[column]})" for column in next(iter(rows.values())))]
+        cells = [titles, ["---"] * len(titles)]
         for name, row in rows.items():
             cells.append([_cell(name), *(_number(value, "" if name in results else "+") for value in row.values())])
         text += f"## {metric}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in cells) + "\n"
     alone = ", ".join(_cell(method) for method, of in results.items() if len(next(iter(of.values()))) == 1)
     seeds = f"but not training seeds: there is only one seed of {alone}" if alone else "and training seeds"
-    text += (
-        "Percent ± standard error. Differences are paired over problems; bold where their 95 % interval excludes zero. "
-    )
-    return f"{text}Intervals cover resampled problems and responses, {seeds}.\n"
+    text += "Percent ± standard error. Differences are paired over problems; bold where their 95 % interval excludes"
+    return f"{text} zero. Intervals cover resampled problems and responses, {seeds}.\n"
 
 
 def _number(value: Estimate, sign: str) -> str:

@@ -36,8 +36,11 @@ def evaluate(tmp_path, monkeypatch):
             Path(model).mkdir(exist_ok=True)
             Path(model, name).write_text("{}")
     for name, truths in GIVEN["truths"].items():
-        prompts = [[{"role": "user", "content": f"Say {truth}."}] for truth in truths]
-        rows = [{"prompt": prompt, "reward_model": {"ground_truth": truth}} for prompt, truth in zip(prompts, truths)]
+        prompt = {"role": "user", "content": "Say it."}
+        rows = [
+            {"prompt": [{**prompt, "number": str(n)}], "reward_model": {"ground_truth": t}}
+            for n, t in enumerate(truths)
+        ]
         pq.write_table(pa.Table.from_pylist(rows), f"{name}.parquet")
     lines = [f"{name}={','.join(models)}" for name, models in MODELS.items()]
     return lambda *words: main(["eval", *lines, "--data", "small.parquet,large.parquet", "--k", "4", *words])
@@ -79,3 +82,31 @@ def test_finished_sets_are_not_generated_again_and_other_weights_or_settings_are
     assert len(asked) == 13 + 2
     assert evaluate("--top-p", "0.5") == 0
     assert len(asked) == 15 + 12
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("nowhere/at/all", 1, "neither a folder nor a name on the hub"),
+        (".", 1, "holds no model"),
+        ("other --best", 1, "other/best: holds no model"),
+        ("a=base0 a=grpo0", 2, "NAMEs must differ"),
+        ("a=,base0", 2, "NAME=CHECKPOINT"),
+        ("base0 --baseline grpo", 2, "names: base0"),
+        ("base0 --temperature 0 --k 4", 2, "--k 1"),
+        ("base0 --top-p 0", 2, "above 0"),
+        ("base0 --data ,", 2, "none of them empty"),
+        ("base0 --data small.parquet,other/small.parquet", 1, "two sets have the same name"),
+        ("base0 --data none.parquet", 1, "cannot read none.parquet"),
+    ],
+)
+def test_wrong_input_is_named(words, status, said, evaluate, capsys):
+    Path("other").mkdir()
+    Path("other/small.parquet").write_bytes(Path("small.parquet").read_bytes())
+    words = words.split() if "--data" in words else [*words.split(), "--data", "small.parquet"]
+    try:
+        found = main(["eval", *words])
+    except SystemExit as exit_:
+        found = exit_.code
+    assert found == status
+    assert said in capsys.readouterr().err
