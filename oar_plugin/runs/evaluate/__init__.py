@@ -1,4 +1,4 @@
-"""From checkpoints to a table: `generate` writes responses, `grade` grades them, `table` estimates and prints."""
+"""From checkpoints to a table: `responses` has vLLM answer a set's problems, `table` grades, estimates and prints."""
 
 
 class EvaluationError(Exception):

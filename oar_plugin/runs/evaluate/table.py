@@ -1,59 +1,80 @@
-"""avg@k, pass@k and maj@k of several methods on several data sets: means with standard errors and 95 % intervals, and tables.
+"""Grades responses by the recipes' own reward, and makes a table: means with standard errors, differences with 95 % intervals.
 
 Shapes: P problems, K responses to each, S seeds (training runs of one method).
 """
 
 import math
+import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
 from oar_plugin.output import printable
-from oar_plugin.runs.evaluate.grade import Graded
+from oar_plugin.runs.evaluate.responses import ProblemSet
+from oar_plugin.runs.math.answer import FinalAnswer, canonical, final_answer
+from oar_plugin.runs.math.pool import TaskCrashed, TaskTimedOut
+from oar_plugin.runs.reward import LONGEST_ANSWER, compute_score, start_pool
 
 Values = NDArray[np.float64]
-AVERAGE = "average"  # name of the line for the mean over all data sets, with equal weights
+Metrics = dict[str, Values]  # avg@K, pass@K and maj@K of each problem, shape (P,); with K = 1 only avg@1
+Results = Mapping[str, Mapping[str, Sequence[Metrics]]]  # method -> data set -> each training seed
+Estimate = tuple[float, float, float, float]  # mean, standard error, 95 % interval
+Tables = dict[str, dict[str, dict[str, Estimate]]]  # metric -> row -> column
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A mean with its standard error and 95 % interval."""
+def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Metrics, float]:
+    """Grade the responses to each problem, but equal answers once. Also return the share of responses without an answer."""
+    texts = [(place, text) for place, row in enumerate(responses) for text in row]
+    keys = [(place, final_answer(text)) for place, text in texts]
+    text_of = dict(zip(keys, (text for _, text in texts), strict=True))  # the reward takes a whole response
+    processes = max(2, min(16, os.cpu_count() or 2))
+    pool = start_pool(processes, timeout_s=10.0)  # the reward uses it, too
 
-    mean: float
-    se: float
-    low: float
-    high: float
+    def judge(key: tuple[int, FinalAnswer | None]) -> tuple[bool, str | None]:
+        """Return whether it is right, and a name that is equal for answers that mean the same; None without an answer."""
+        place, answer = key
+        if answer is None:
+            return False, None
+        truth = problems.problems[place][1]
+        score = compute_score(problems.name, text_of[key], truth)
+        name = "".join(answer.text.split())
+        if len(answer.text) <= LONGEST_ANSWER:
+            with suppress(TaskTimedOut, TaskCrashed):
+                name = pool.run(canonical, answer)
+        return score["acc"] == 1.0, name
 
-    @property
-    def leaves_out_zero(self) -> bool:
-        # A standard error of 0 does not mean certainty: all problems merely had the same value.
-        return self.se > 0 and (self.low > 0 or self.high < 0)
+    with ThreadPoolExecutor(processes) as threads:
+        judged = dict(zip(text_of, threads.map(judge, text_of), strict=True))
+    k, names = len(responses[0]), [judged[key][1] for key in keys]
+    correct_PK = np.array([judged[key][0] for key in keys]).reshape(-1, k)
+    most_P = np.array([majority(names[p * k : (p + 1) * k], row) for p, row in enumerate(correct_PK.tolist())])
+    metrics = {f"avg@{k}": correct_PK.mean(axis=1)}
+    if k > 1:  # else all of them are equal
+        metrics |= {f"pass@{k}": correct_PK.any(axis=1).astype(float), f"maj@{k}": most_P}
+    return metrics, names.count(None) / len(names)
 
 
-def pass_at(k: int, correct_PK: NDArray[np.bool_]) -> Values:
-    """Return pass@k of each problem: the chance that k of its responses, drawn without replacement, include a correct one.
-
-    The estimate is unbiased (Chen et al. 2021, arXiv 2107.03374). At k = K it is 1 if any response is correct, else 0.
-    """
-    samples = correct_PK.shape[1]
-    none_right = [math.comb(samples - right, k) / math.comb(samples, k) for right in correct_PK.sum(axis=1).tolist()]
-    return 1.0 - np.array(none_right)
+def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """Return maj@K of one problem: the mean grade of the responses with the most frequent answer (or answers); None is none."""
+    # Even one canonical answer needs a mean: its responses can have different grades.
+    votes = Counter(answer for answer in answers if answer is not None)
+    chosen = [answer for answer, count in votes.items() if count == max(votes.values())]
+    grades = [right for answer, right in zip(answers, correct, strict=True) if answer in chosen]
+    return float(np.mean(grades or [False]))
 
 
 def estimate(values: Sequence[Values], minus: Sequence[Values] | None = None) -> Estimate:
     """Return the mean over problems; data sets have equal weights.
 
-    Args:
-        values: one array (S, P) per data set.
-        minus: the baseline's arrays for the same problems; if given, the result is the mean of the paired differences.
-
-    The variance has two parts. Over problems: the variance of the problems' values, caused by the choice of problems and the
-    sampling of responses. Over seeds, if there are several: the variance of the runs' means beyond what the sampling of
-    responses explains. With one seed this part is unknown and left out. The interval is Student's t (Welch and Satterthwaite).
+    `values` has one array (S, P) per data set. With `minus`, the baseline's arrays, it is the mean of the paired differences.
+    The variance has a part over problems, caused by their choice and the sampling of responses, and a part over seeds, which is
+    unknown and left out with one seed. The interval is Student's t (Welch and Satterthwaite).
     """
     base = minus if minus is not None else [np.zeros_like(block[:1]) for block in values]
     differences = [block.mean(axis=0) - other.mean(axis=0) for block, other in zip(values, base, strict=True)]
@@ -65,25 +86,17 @@ def estimate(values: Sequence[Values], minus: Sequence[Values] | None = None) ->
     spread = sum(part**2 / freedom for part, freedom in parts if freedom > 0)
     freedom = variance**2 / spread if spread > 0 else math.inf
     half = float(stats.t.ppf(0.975, freedom)) * math.sqrt(variance)
-    return Estimate(mean, math.sqrt(variance), mean - half, mean + half)
+    return mean, math.sqrt(variance), mean - half, mean + half
 
 
 def _between_seeds(blocks: Sequence[Values]) -> float:
-    """Return the variance of the mean that is caused by seeds alone; 0 with one seed.
-
-    The runs' means also differ because each run has its own responses. The part over problems already contains that variance,
-    so it is subtracted here.
-    """
-    seeds = len(blocks[0])
-    if seeds == 1:
-        return 0.0
-    run_means = np.mean([block.mean(axis=1) for block in blocks], axis=0)
-    by_chance = 0.0
+    """Return the variance of the mean that is caused by seeds alone, beyond that of each run's responses; 0 with one seed."""
+    seeds, by_chance = len(blocks[0]), 0.0
     for block in blocks:
         rest = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
-        freedom = (seeds - 1) * (block.shape[1] - 1)
-        if freedom > 0:
+        if freedom := (seeds - 1) * (block.shape[1] - 1):
             by_chance += float((rest**2).sum()) / freedom / block.shape[1] / len(blocks) ** 2
+    run_means = np.mean([block.mean(axis=1) for block in blocks], axis=0)
     return max(0.0, _variance(run_means) - by_chance) / seeds
 
 
@@ -91,102 +104,46 @@ def _variance(values: Values) -> float:
     return float(values.var(ddof=1)) if len(values) > 1 else 0.0
 
 
-@dataclass(frozen=True)
-class Line:
-    """The results of one method on one data set."""
+def tables_of(results: Results, baseline: str) -> Tables:
+    """Return for each metric a row per method, and one for its differences from the baseline; a column per data set."""
+    sets = list(results[baseline])
+    columns = {name: [name] for name in sets} | ({"average": sets} if len(sets) > 1 else {})
 
-    data: str
-    method: str
-    problems: int
-    seeds: int
-    estimates: Mapping[str, Estimate]  # metric -> estimate, between 0 and 1
-    minus_baseline: Mapping[str, Estimate]  # metric -> mean paired difference; empty for the baseline
+    def blocks(metric: str, method: str, column: str) -> list[Values]:
+        return [np.stack([seed[metric] for seed in results[method][name]]) for name in columns[column]]
 
-
-def metrics(samples: int) -> list[str]:
-    """Return the names of the metrics: avg, pass at 2, 4, ... samples, and maj. With one sample all of them equal avg@1."""
-    if samples == 1:
-        return ["avg@1"]
-    fewer = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
-    return [f"avg@{samples}", *(f"pass@{k}" for k in (*fewer, samples)), f"maj@{samples}"]
-
-
-def lines_of(results: Mapping[str, Mapping[str, Sequence[Graded]]], baseline: str, samples: int) -> list[Line]:
-    """Return a line per data set and method, and with several data sets a line per method for their mean.
-
-    `results` is method -> data set -> grades of each training seed.
-    """
-
-    def blocks(method: str, metric: str, names: Sequence[str]) -> list[Values]:
-        return [np.stack([_values(metric, graded) for graded in results[method][name]]) for name in names]
-
-    every = list(results[baseline])
-    lines = []
-    for label, names in [*((name, [name]) for name in every), *([(AVERAGE, every)] if len(every) > 1 else [])]:
-        for method, graded in results.items():
-            values = {metric: blocks(method, metric, names) for metric in metrics(samples)}
-            against = {metric: blocks(baseline, metric, names) for metric in values if method != baseline}
-            lines.append(
-                Line(
-                    label,
-                    method,
-                    problems=sum(len(graded[name][0].majority_P) for name in names),
-                    seeds=len(graded[names[0]]),
-                    estimates={metric: estimate(each) for metric, each in values.items()},
-                    minus_baseline={metric: estimate(values[metric], base) for metric, base in against.items()},
-                )
-            )
-    return lines
-
-
-def _values(metric: str, graded: Graded) -> Values:
-    """Return the metric's value for each problem, shape (P,)."""
-    name, _, k = metric.partition("@")
-    if name == "avg":
-        return graded.correct_PK.mean(axis=1, dtype=np.float64)
-    return graded.majority_P if name == "maj" else pass_at(int(k), graded.correct_PK)
-
-
-def as_rows(lines: Sequence[Line], baseline: str, samples: int) -> dict[str, list[list[str]]]:
-    """Return three tables, avg, pass and maj at all samples: titles, then a row per method; a column per data set."""
-    problems, tables = {line.data: line.problems for line in lines}, {}
-    for metric in dict.fromkeys([f"avg@{samples}", *metrics(samples)[-2:]]):
-        rows = [["", *(f"{_cell(name)} ({count})" for name, count in problems.items())]]
-        for method in dict.fromkeys(line.method for line in lines):
-            own = [line for line in lines if line.method == method]
-            rows.append([_cell(method), *(_percent(line.estimates[metric]) for line in own)])
-            if differences := [line.minus_baseline[metric] for line in own if line.minus_baseline]:
-                rows.append([f"{_cell(method)} - {_cell(baseline)}", *map(_difference, differences)])
-        tables[metric] = rows
+    tables: Tables = {}
+    for metric in results[baseline][sets[0]][0]:
+        rows = tables[metric] = {}
+        for method in results:
+            own, base = ([blocks(metric, of, column) for column in columns] for of in (method, baseline))
+            rows[method] = dict(zip(columns, map(estimate, own), strict=True))
+            if method != baseline:
+                rows[f"{method} - {baseline}"] = dict(zip(columns, map(estimate, own, base), strict=True))
     return tables
 
 
-def as_markdown(tables: Mapping[str, list[list[str]]], lines: Sequence[Line]) -> str:
-    """Return the tables of `as_rows` and how to read them."""
-    parts = []
-    for metric, (titles, *rows) in tables.items():
-        marked = [titles, ["---"] * len(titles), *rows]
-        parts.append(f"## {metric}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in marked))
-    return "\n".join(parts) + f"\n{explained(lines)}\n"
-
-
-def explained(lines: Sequence[Line]) -> str:
-    alone = ", ".join(dict.fromkeys(_cell(line.method) for line in lines if line.seeds == 1))
+def as_markdown(tables: Tables, results: Results, sizes: Mapping[str, int]) -> str:
+    """Return the tables and how to read them. `sizes`: data set -> number of problems."""
+    text, sizes = "", {**sizes, "average": sum(sizes.values())}
+    for metric, rows in tables.items():
+        titles = ["", *(f"{_cell(column)} ({sizes[column]})" for column in next(iter(rows.values())))]
+        cells = [titles, ["---"] * len(titles)]
+        for name, row in rows.items():
+            cells.append([_cell(name), *(_number(value, "" if name in results else "+") for value in row.values())])
+        text += f"## {metric}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in cells) + "\n"
+    alone = ", ".join(_cell(method) for method, of in results.items() if len(next(iter(of.values()))) == 1)
     seeds = f"but not training seeds: there is only one seed of {alone}" if alone else "and training seeds"
-    return (
-        "Percent ± standard error. Differences are paired over problems; bold where their 95 % interval "
-        f"excludes zero. Intervals cover resampled problems and responses, {seeds}."
-    )
+    text += "Percent ± standard error. Differences are paired over problems; bold where their 95 % interval excludes"
+    return f"{text} zero. Intervals cover resampled problems and responses, {seeds}.\n"
 
 
-def _percent(value: Estimate, sign: str = "") -> str:
-    """Return mean and standard error as `41.3 ± 0.8`."""
-    return f"{100 * value.mean:{sign}.1f} ± {100 * value.se:.1f}"
-
-
-def _difference(value: Estimate) -> str:
-    text = f"{_percent(value, '+')} ({100 * value.low:+.1f} to {100 * value.high:+.1f})"
-    return f"**{text}**" if value.leaves_out_zero else text
+def _number(value: Estimate, sign: str) -> str:
+    """Return `41.3 ± 0.8`, or with the sign `+` a difference as `+1.3 ± 0.8 (-0.3 to +2.9)`, bold if that excludes zero."""
+    mean, se, low, high = (100 * part for part in value)
+    text = f"{mean:{sign}.1f} ± {se:.1f}" + (f" ({low:+.1f} to {high:+.1f})" if sign else "")
+    # A standard error of 0 does not mean certainty: all problems merely had the same value.
+    return f"**{text}**" if sign and se > 0 and (low > 0 or high < 0) else text
 
 
 def _cell(name: str) -> str:

@@ -11,7 +11,6 @@ pytest.importorskip("vllm")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oar_plugin.cli.main import main
-from oar_plugin.runs.evaluate.generate import ResponseFile
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -29,42 +28,13 @@ def folder(assets, tmp_path_factory):
     return folder
 
 
-def test_an_interrupted_evaluation_goes_on_to_the_numbers_of_one_in_a_piece(folder, monkeypatch, capsys):
-    def evaluate(out, *lines):
-        words = ["--data", str(folder / "data.parquet"), "--k", "1", "--temperature", "0", "--max-tokens", "32"]
-        return main(["eval", *lines, *words, "--out", str(folder / out)])
-
-    def lines(out):
-        return {line["method"]: line for line in json.loads((folder / out / "results.json").read_text())["lines"]}
-
-    clean, noisy = f"clean={folder}/model", f"noisy={folder}/noisy"
-    assert evaluate("whole", clean) == 0
-
-    add, few = ResponseFile.add, 5
-
-    def stop_after_a_few(file, response):
-        if len(file.responses) == few:
-            raise KeyboardInterrupt
-        add(file, response)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ResponseFile, "add", stop_after_a_few)
-        assert evaluate("parts", clean) == 130
-    (file,) = (folder / "parts" / "responses").iterdir()
-    kept = file.read_bytes()
-    assert kept.count(b"\n") == 1 + few
-    file.write_bytes(kept[:-7])  # the last line was being written
-
-    capsys.readouterr()
-    assert evaluate("parts", clean, noisy) == 0
-    assert file.read_bytes().startswith(kept[: kept[:-1].rfind(b"\n")]), "what was there is kept"
-    whole, parts = lines("whole"), lines("parts")
-    assert parts["clean"] == whole["clean"]
-    assert 0.1 < whole["clean"]["estimates"]["avg@1"]["mean"] < 0.95, "some right, some wrong"
-
-    difference = parts["noisy"]["minus_baseline"]["avg@1"]
-    means = [parts[name]["estimates"]["avg@1"]["mean"] for name in ("noisy", "clean")]
-    assert difference["mean"] == pytest.approx(means[0] - means[1])
-    shown = capsys.readouterr().out
-    assert f"{100 * difference['mean']:+.1f} ± {100 * difference['se']:.1f}" in shown
-    assert (folder / "parts" / "table.md").read_text().startswith("## avg@1")
+def test_vllm_answers_the_reward_grades_and_a_worse_model_is_seen(folder, capsys):
+    lines = [f"clean={folder}/model", f"noisy={folder}/noisy"]
+    words = ["--data", str(folder / "data.parquet"), "--k", "1", "--temperature", "0", "--max-tokens", "32"]
+    assert main(["eval", *lines, *words, "--out", str(folder / "out")]) == 0
+    (rows,) = json.loads((folder / "out" / "results.json").read_text())["mean, error and 95 % interval"].values()
+    clean, noisy, (difference, error, *_) = (rows[name]["data"] for name in ("clean", "noisy", "noisy - clean"))
+    assert 0.1 < clean[0] < 0.95, "some right, some wrong"
+    assert difference == pytest.approx(noisy[0] - clean[0])
+    assert f"{100 * difference:+.1f} ± {100 * error:.1f}" in capsys.readouterr().out
+    assert len(list((folder / "out" / "responses").iterdir())) == 2

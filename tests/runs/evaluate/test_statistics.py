@@ -1,23 +1,26 @@
 """Estimates against enumeration, against arithmetic by hand, and against data whose spread is known."""
 
-import itertools
 import math
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from oar_plugin.runs.evaluate.grade import majority
-from oar_plugin.runs.evaluate.table import estimate, pass_at
-
-CORRECT = np.array([[1, 0, 0, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 1, 0, 0, 0]], dtype=bool)
+from oar_plugin.runs.evaluate import table
+from oar_plugin.runs.evaluate.table import majority
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_pass_at_k_is_the_share_of_all_draws_that_hold_a_right_one(k):
-    by_enumeration = [np.mean([any(draw) for draw in itertools.combinations(row, k)]) for row in CORRECT.tolist()]
-    assert pass_at(k, CORRECT) == pytest.approx(np.array(by_enumeration))
+class Estimate(NamedTuple):
+    mean: float
+    se: float
+    low: float
+    high: float
+
+
+def estimate(*values):
+    return Estimate(*table.estimate(*values))
 
 
 @pytest.mark.parametrize(
@@ -42,12 +45,21 @@ def test_a_paired_difference_is_the_one_by_hand():
     se = math.sqrt(1 / 12) / 2
     assert (found.mean, found.se) == pytest.approx((0.25, se))
     assert (found.low, found.high) == pytest.approx((0.25 - 3.18245 * se, 0.25 + 3.18245 * se), rel=1e-5)
-    assert not found.leaves_out_zero
     apart = estimate([method + 9], [baseline])
-    assert apart.leaves_out_zero
     assert apart.se == pytest.approx(se), "what all problems share adds nothing to the uncertainty"
-    # An error of zero is no certainty.
-    assert not estimate([np.full((1, 9), 0.5)], [np.zeros((1, 9))]).leaves_out_zero
+
+
+@pytest.mark.parametrize(
+    ("value", "bold"),
+    [
+        ((0.25, 0.1, 0.1, 0.4), True),
+        ((-0.25, 0.1, -0.4, -0.1), True),
+        ((0.1, 0.1, -0.1, 0.3), False),
+        ((0.5, 0, 0.5, 0.5), False),
+    ],
+)
+def test_a_difference_is_bold_if_its_interval_excludes_zero_but_an_error_of_zero_is_no_certainty(value, bold):
+    assert table._number(value, "+").startswith("**") == bold
 
 
 def test_data_sets_count_the_same_whatever_their_size():

@@ -1,0 +1,158 @@
+"""Problems, and how vLLM is asked. A stub stands in for it: it answers with the seed, refuses, sleeps or dies."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from oar_plugin.runs.evaluate import EvaluationError, responses
+from oar_plugin.runs.evaluate.responses import ProblemSet, read_problems, responses_of
+
+SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 8, "seed": 0}
+STUB = """
+import json, os, subprocess, sys, time
+given = dict(word.partition("=")[::2] for word in sys.argv[1:])
+with open(given["--output-file"], "w") as file:
+    for line in open(given["--input-file"]):
+        body = json.loads(line)["body"]
+        text = body["messages"][0]["content"]
+        if text == "DIE":
+            os._exit(3)
+        if text == "SLEEP":
+            engine = subprocess.Popen(["sleep", "600"])
+            print(engine.pid, flush=True, file=sys.stderr)
+            engine.wait()
+        response = {"body": {"choices": [{"message": {"content": f"{text} {body['seed']}"}}]}}
+        row = {"error": None, "response": response} if text != "LONG" else {"error": "too long", "response": {"body": None}}
+        file.write(json.dumps(row) + "\\n")
+"""
+
+
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    folder = tmp_path / "stub" / "vllm" / "entrypoints" / "openai"
+    folder.mkdir(parents=True)
+    for parent in (folder, *folder.parents[:2]):
+        (parent / "__init__.py").touch()
+    (folder / "run_batch.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "stub"), *sys.path]))
+
+
+def problem_set(*truths, name="ours"):
+    return ProblemSet(name, [([{"role": "user", "content": truth}], truth) for truth in truths])
+
+
+def made(folder, *truths, k=2, **others):
+    return responses_of("org/model", problem_set(*truths), {**SAMPLING, **others}, k, 1, folder)
+
+
+def test_seeds_depend_neither_on_the_number_nor_on_the_order_of_requests(stub, tmp_path):
+    first, more = made(tmp_path, "1", "2"), made(tmp_path, "1", "2", k=4)
+    assert [row[:2] for row in more] == first
+    assert made(tmp_path, "2", "1", k=4) == more[::-1]
+    assert len({text for row in more for text in row}) == 8, "a seed of its own for each"
+    assert [{text[0] for text in row} for row in more] == [{"1"}, {"2"}]
+
+
+@pytest.mark.parametrize(("truth", "said"), [("DIE", "0 responses to 4 requests"), ("LONG", "too long")])
+def test_a_set_that_is_not_whole_is_told_and_not_kept(truth, said, stub, tmp_path):
+    with pytest.raises(EvaluationError, match=said):
+        made(tmp_path / "responses", "1", truth)
+    assert not list(tmp_path.glob("responses/*"))
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[:-9], lambda text: text[: text.index("\n") + 1], lambda _: "[]\n" * 4]
+)
+def test_a_damaged_file_is_refused_and_left_alone(damage, stub, tmp_path):
+    made(tmp_path / "responses", "1", "2")
+    (file,) = (tmp_path / "responses").iterdir()
+    file.write_text(damaged := damage(file.read_text()))
+    with pytest.raises(EvaluationError, match="is damaged; delete it"):
+        made(tmp_path / "responses", "1", "2")
+    assert file.read_text() == damaged
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_vllm_and_its_engines_end_when_the_command_ends(sent, stub, tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(f"""
+import signal
+from pathlib import Path
+from tests.runs.evaluate.test_responses import made
+signal.signal(signal.SIGINT, signal.default_int_handler)
+made(Path({str(tmp_path)!r}), "SLEEP")
+""")
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(Path(__file__).parents[3])])
+    parent = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
+    engine = int(parent.stderr.readline())
+    parent.send_signal(sent)
+    try:
+        parent.communicate(timeout=60)  # all of them have the same stderr: its end comes when all are gone
+    except subprocess.TimeoutExpired:
+        os.kill(engine, signal.SIGKILL)
+        raise
+
+
+@pytest.mark.parametrize(
+    ("count", "tensor_parallel", "said"),
+    [(0, 1, ["--enforce-eager"]), (4, 2, ["--tensor-parallel-size=2", "--data-parallel-size=2"])],
+)
+def test_all_gpus_are_used(count, tensor_parallel, said, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    asked = []
+
+    class Popen:
+        def __init__(self, words, **_):
+            asked.extend(words)
+
+        def __enter__(self):
+            return self
+
+        def wait(self):
+            pass
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(responses.subprocess, "Popen", Popen)
+    assert responses._answers("org/model", [], tensor_parallel) == b""
+    assert [word for word in said if word not in asked] == []
+    assert ("--enforce-eager" in asked) == (count == 0)
+
+
+def write(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def test_repeated_problems_are_asked_once(tmp_path):
+    rows = [
+        {"prompt": prompt, "reward_model": {"ground_truth": truth}} for prompt, truth in problem_set("1", "2").problems
+    ]
+    write(tmp_path / "aime24" / "test.parquet", rows * 8)
+    assert read_problems("aime24", tmp_path, None) == problem_set("1", "2", name="aime24")
+    assert read_problems("aime24", tmp_path, 1) == problem_set("1", name="aime24")
+    assert read_problems(str(tmp_path / "aime24" / "test.parquet"), tmp_path, None).name == "aime24"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "said"),
+    [
+        ("aime24", None, "oar data aime24 --out"),
+        ("none.parquet", None, "cannot read none.parquet"),
+        ("strange.parquet", [{"question": "?"}], "cannot read strange.parquet"),
+        ("empty.parquet", [], "cannot read empty.parquet|holds no row"),
+    ],
+)
+def test_data_that_cannot_be_read_are_named(name, rows, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if rows is not None:
+        write(Path(name), rows)
+    with pytest.raises(EvaluationError, match=said):
+        read_problems(name, Path(), None)

@@ -1,0 +1,112 @@
+"""`oar eval` on the committed responses of a tiny evaluation: three methods with one, two and three seeds, two data sets."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+pytest.importorskip("math_verify")
+pytest.importorskip("vllm")
+
+from oar_plugin.cli.main import main
+from oar_plugin.runs.evaluate import responses
+
+TINY = Path(__file__).parent / "tiny"
+GIVEN = json.loads((TINY / "responses.json").read_text())
+MODELS = {"base": ["base0"], "grpo": ["grpo0", "grpo1"], "o|ar": ["o|ar0", "o|ar1", "o|ar2"]}
+
+
+def answers(model, requests, tensor_parallel):
+    """What vLLM would write."""
+    asked = [json.loads(request) for request in requests]
+    (size,) = (name for name, truths in GIVEN["truths"].items() if 4 * len(truths) == len(asked))
+    texts = [text for row in GIVEN["models"][Path(model).name][size] for text in row]
+    rows = [{"error": None, "response": {"body": {"choices": [{"message": {"content": text}}]}}} for text in texts]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@pytest.fixture
+def evaluate(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(responses, "_answers", answers)
+    for model in GIVEN["models"]:
+        for name in ("config.json", "model.safetensors"):
+            Path(model).mkdir(exist_ok=True)
+            Path(model, name).write_text("{}")
+    for name, truths in GIVEN["truths"].items():
+        prompt = {"role": "user", "content": "Say it."}
+        rows = [
+            {"prompt": [{**prompt, "number": str(n)}], "reward_model": {"ground_truth": t}}
+            for n, t in enumerate(truths)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), f"{name}.parquet")
+    lines = [f"{name}={','.join(models)}" for name, models in MODELS.items()]
+    return lambda *words: main(["eval", *lines, "--data", "small.parquet,large.parquet", "--k", "4", *words])
+
+
+def test_the_table_and_its_estimates_are_the_committed_ones(evaluate, capsys):
+    assert evaluate("--baseline", "grpo") == 0
+    table = Path("evaluation/table.md").read_text()
+    assert table == (TINY / "table.md").read_text()
+    said = capsys.readouterr()
+    assert said.out.startswith(table)
+    assert "oar eval: base, small: 25% of the responses give no answer" in said.err
+
+    tables = json.loads(Path("evaluation/results.json").read_text())["mean, error and 95 % interval"]
+    for line in json.loads((TINY / "results.json").read_text()):
+        for suffix, estimates in (("", line["estimates"]), (" - grpo", line["minus_baseline"])):
+            for metric in estimates.keys() & tables.keys():
+                found = tables[metric][line["method"] + suffix][line["data"]]
+                assert found == pytest.approx([*estimates[metric].values()], abs=1e-12)
+
+
+def test_finished_sets_are_not_generated_again_and_other_weights_or_settings_are(evaluate, monkeypatch):
+    asked = []
+
+    def counted(model, requests, tensor_parallel):
+        asked.append(model)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return answers(model, requests, tensor_parallel)
+
+    monkeypatch.setattr(responses, "_answers", counted)
+    assert evaluate() == 130
+    assert evaluate() == 0
+    assert len(asked) == 3 + 12 - 2
+    assert evaluate() == 0
+    assert len(asked) == 13
+    Path("grpo1", "model.safetensors").write_text("other")
+    assert evaluate() == 0
+    assert len(asked) == 13 + 2
+    assert evaluate("--top-p", "0.5") == 0
+    assert len(asked) == 15 + 12
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("nowhere/at/all", 1, "neither a folder nor a name on the hub"),
+        (".", 1, "holds no model"),
+        ("other --best", 1, "other/best: holds no model"),
+        ("a=base0 a=grpo0", 2, "NAMEs must differ"),
+        ("a=,base0", 2, "NAME=CHECKPOINT"),
+        ("base0 --baseline grpo", 2, "names: base0"),
+        ("base0 --temperature 0 --k 4", 2, "--k 1"),
+        ("base0 --top-p 0", 2, "above 0"),
+        ("base0 --data ,", 2, "none of them empty"),
+        ("base0 --data small.parquet,other/small.parquet", 1, "two sets have the same name"),
+        ("base0 --data none.parquet", 1, "cannot read none.parquet"),
+    ],
+)
+def test_wrong_input_is_named(words, status, said, evaluate, capsys):
+    Path("other").mkdir()
+    Path("other/small.parquet").write_bytes(Path("small.parquet").read_bytes())
+    words = words.split() if "--data" in words else [*words.split(), "--data", "small.parquet"]
+    try:
+        found = main(["eval", *words])
+    except SystemExit as exit_:
+        found = exit_.code
+    assert found == status
+    assert said in capsys.readouterr().err
