@@ -60,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--on", default="local", choices=("local", *OPTIONS), help="where to run (default: %(default)s)")
     add("--dry-run", action="store_true", help="print the command, script or manifest; do nothing, need no cluster")
     add("--template", type=Path, metavar="FILE", help="changed copy of OAR's template (oar recipes copy cluster DIR)")
-    text = "activates python and ray on a node (default: this Python's environment; in a container: nothing)"
-    add("--setup", metavar="COMMAND", help=text)
+    add("--setup", metavar="COMMAND", help="activates python and ray on a node (default: as here; pods: nothing)")
     add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder on the nodes (default: as here)")
     add("--no-check", action="store_true", help="start although something is missing")
     add("--gpu", metavar="NAME", help="the nodes' GPU (default: with --on local the one here, else H100-80)")
@@ -101,7 +100,8 @@ def _launch(args: argparse.Namespace) -> int:
             wanted = entry.load()(one_machine=local)  # verl_cpu's, which extends the value of `EXTERNAL_MODULES`
             environment |= {k: v for k, v in wanted.items() if k not in os.environ or k == EXTERNAL_MODULES}
             os.environ.update(environment)
-    gpu, files_seen = preflight.gpu_of_run(args.gpu, None, local), sees_files(on, vars(args))
+    gpu = preflight.gpu_of_run(args.gpu, None, local)
+    files_seen = args.recipe_on_nodes is None and sees_files(on, vars(args))
     jobs, said = [], set[preflight.Finding]()
     for run in runs:
         run_folder.check(run.config, os.environ.get(run_folder.START, ""))

@@ -46,7 +46,7 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
     run = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with mock.patch.dict(os.environ, {name: f"${name}" for name in PLACES}):
         plain: Any = OmegaConf.to_container(run, resolve=True)
-    # Whether the results of a run may depend on a key.
+    # A key that matches a pattern changes no result.
     kept = {key: value for key, value in flat(plain) if not any(fnmatch(key, pattern) for pattern in _IGNORED)}
     return dict(json.loads(json.dumps(kept)))
 

@@ -16,7 +16,7 @@ from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_
 from benchmarks import balancing as simulated
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.balancing import balanced_partitions, scored_first
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, largest_divisor
+from oar_plugin.hosts.verl.importance_pass import ImportancePass
 from tests.hosts.engine.world import nested
 
 
@@ -69,7 +69,13 @@ def test_a_rank_fills_up_with_its_shortest_rows_and_leaves_the_others_where_they
 # ---- the engine's side
 
 
-class Engine(ImportancePass):
+class Host:
+    def infer_batch(self, data, loss_function=None):
+        self.ran = [len(row) for row in data["input_ids"].unbind()]
+        return {}
+
+
+class Engine(ImportancePass, Host):
     """An engine whose maximum over ranks is given."""
 
     def __init__(self, largest, most=8, divisor=1):
@@ -115,14 +121,11 @@ def test_how_many_rows_take_the_scoring_pass(largest, most, divisor, dynamic, ah
         assert scoring["micro_batch_size_per_gpu"] <= most
 
 
-@pytest.mark.parametrize(("rest", "divisor", "want"), [(411, 1, [408, 3]), (16, 1, [16]), (3, 1, [3]), (20, 4, [20])])
-def test_rows_that_are_not_scored_run_in_full_micro_batches_but_for_the_last(rest, divisor, want):
-    engine, data = Engine(0, divisor=divisor), rows(rest, dynamic=False)
-    parts = engine._plain_parts(data, torch.arange(rest))
-    assert [len(part) for part in parts] == want
-    assert torch.cat(parts).tolist() == list(range(rest))
-    assert all(largest_divisor(len(part) // divisor, 8) in (8, len(part) // divisor) for part in parts)
-
-
-def test_dynamic_batches_run_whatever_is_left_at_once():
-    assert [len(part) for part in Engine(0)._plain_parts(rows(411, dynamic=True), torch.arange(411))] == [411]
+@pytest.mark.parametrize(
+    ("rest", "divisor", "dynamic", "fill"),
+    [(411, 1, False, 5), (16, 1, False, 0), (3, 1, False, 5), (20, 4, False, 12), (411, 1, True, 0)],
+)
+def test_rows_that_are_not_scored_run_in_whole_micro_batches_filled_up_with_the_shortest(rest, divisor, dynamic, fill):
+    engine, data = Engine(0, divisor=divisor), rows(rest + 2, dynamic=dynamic)
+    engine._infer_unscored(data, torch.arange(2, rest + 2))
+    assert engine.ran == [*range(3, rest + 3), *[3] * fill]
