@@ -30,7 +30,7 @@ AT_ONCE = [  # words, what is said
     ("launch X --on ray --hosts=", "--hosts: '': a list"),
     ("inspect DIR --steps", "--steps: expected one argument"),
     ("inspect --steps 1,x DIR", "--steps: invalid"),
-    ("data gsm8k --out --list", "--out: expected one argument"),
+    ("data gsm8k --out --from", "--out: expected one argument"),
     *((f"{command} X --colour", "--colour") for command in ("plan", "launch", "inspect", "recipes copy Y", "doctor")),
 ]
 
