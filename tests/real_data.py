@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 DATA = Path(os.environ.get("OAR_TEST_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
-MATH_RESPONSES, GSM8K_TRAIN = DATA / "math_responses.jsonl", DATA / "gsm8k_train.jsonl"
+MATH_RESPONSES = DATA / "math_responses.jsonl"
 
 
 def read_lines(path):

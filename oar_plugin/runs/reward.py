@@ -3,44 +3,36 @@ r"""The recipes' reward: 1 if math-verify finds a response's final answer equal 
 verl's `reward.custom_reward_function` (`path=pkg://oar_plugin.runs.reward`, `name=compute_score`) calls it once per response,
 in a thread. A comparison that hangs or uses too much memory is killed; the reward is 0. The answer of a response is its last
 `\boxed{...}`. Without one, it is the last of `#### ...`, `<answer>...</answer>` and `the answer is ...`.
-
-`reward.custom_reward_function.reward_kwargs` sets `timeout_s` (default 10), the time limit of one comparison in seconds, and
-`processes` (default 2), the number of processes that compare answers for each of verl's `reward.num_workers`. The first call
-in a process sets both; other values in later calls have no effect.
 """
 
 import atexit
 import importlib.util
+import itertools
 import logging
 import threading
-from collections import Counter
 from typing import Any
 
 from oar_plugin.output import INSTALL
 
-_missing = [name for name in ("math_verify", "pebble") if importlib.util.find_spec(name) is None]
-if _missing:
-    needs = f"the reward oar_plugin.runs.reward requires {' and '.join(_missing)}"
-    raise ImportError(f"{needs}; on every node, run {INSTALL} in a checkout of this plugin")
+if _missing := [name for name in ("math_verify", "pebble") if importlib.util.find_spec(name) is None]:
+    raise ImportError(f"{__name__} requires {' and '.join(_missing)}; on every node, run {INSTALL} in a checkout")
 
-from oar_plugin.runs.math.answer import compare, final_answer, warm_up  # noqa: E402
-from oar_plugin.runs.math.pool import GuardedPool, TaskCrashed, TaskTimedOut  # noqa: E402
+from oar_plugin.runs.math.answer import compare, final_answer, warm_up
+from oar_plugin.runs.math.pool import GuardedPool, TaskFailed
 
 logger = logging.getLogger(__name__)
 
-LONGEST_ANSWER = 500
-"""In characters. Longer answers are not compared: parsing time grows faster than the length."""
+LONGEST_ANSWER = 500  # in characters; longer ones are not compared: parsing time grows faster than the length
 
 _pool: GuardedPool | None = None
 _lock = threading.Lock()
-_failures: Counter[str] = Counter()
+_failures = itertools.count(1)
 
 
 def compute_score(
     data_source: str,
     solution_str: str,
     ground_truth: str,
-    extra_info: dict[str, Any] | None = None,
     *,
     timeout_s: float = 10.0,
     processes: int = 2,
@@ -48,33 +40,32 @@ def compute_score(
 ) -> dict[str, float]:
     """Grade one response. The ground truth is plain text (`72`) or LaTeX.
 
+    verl's `reward_kwargs` sets `timeout_s`, the limit of one comparison, and `processes`, which compare answers for each of its
+    `reward.num_workers`. The first call in a process sets both; later values have no effect.
+
     Returns:
-        `score` and `acc`: 1.0 or 0.0. `no_answer`, `unparsed` (the answer is too long, or math-verify cannot parse it) and
-        `failed` (the comparison timed out or crashed): 1.0 if this is why no answer was compared, else 0.0. All keys are always
-        present, because verl makes a column of each.
+        `score` and `acc`: 1.0 or 0.0. `no_answer`, `unparsed` (too long, or not parsed by math-verify), `failed` (timed out or
+        crashed): 1.0 if this is why no answer was compared, else 0.0. All keys are always present: verl makes a column of each.
     """
-    answer = final_answer(solution_str)
+    answer, truth = final_answer(solution_str), str(ground_truth).strip()
     if answer is None:
         return _row(no_answer=1.0)
-    truth = str(ground_truth).strip()
-    if _squeezed(answer.text) == _squeezed(truth):
+    if "".join(answer.text.split()) == "".join(truth.split()):
         return _row(score=1.0)
     if len(answer.text) > LONGEST_ANSWER:
         return _row(unparsed=1.0)
     try:
         equal = start_pool(processes, timeout_s).run(compare, truth, answer)
-    except (TaskTimedOut, TaskCrashed) as error:
-        _count(type(error).__name__, error, answer.text)
+    except TaskFailed as error:
+        count = next(_failures)
+        if count & (count - 1) == 0:  # only the 1st, 2nd, 4th, 8th, ...: models repeat such answers
+            logger.warning("failed comparison %d: %s (answer: %.200s); the reward is 0", count, error, answer.text)
         return _row(failed=1.0)
     return _row(unparsed=1.0) if equal is None else _row(score=float(equal))
 
 
 def _row(score: float = 0.0, no_answer: float = 0.0, unparsed: float = 0.0, failed: float = 0.0) -> dict[str, float]:
     return {"score": score, "acc": score, "no_answer": no_answer, "unparsed": unparsed, "failed": failed}
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
 
 
 def start_pool(processes: int, timeout_s: float) -> GuardedPool:
@@ -85,11 +76,3 @@ def start_pool(processes: int, timeout_s: float) -> GuardedPool:
             _pool = GuardedPool(processes, timeout_s, warm_up)
             atexit.register(_pool.close)
         return _pool
-
-
-def _count(kind: str, error: Exception, answer: str) -> None:
-    with _lock:
-        _failures[kind] += 1
-        count = _failures[kind]
-    if count & (count - 1) == 0:  # only the 1st, 2nd, 4th, 8th, ...: models repeat such answers
-        logger.warning("failed comparison number %d: %s (answer: %.200s); the reward is 0", count, error, answer)

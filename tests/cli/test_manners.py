@@ -75,7 +75,7 @@ def folder(tmp_path, monkeypatch):
         *((f"{command} list", 2, "list/oar.yaml does not compose") for command in ("plan", "launch --dry-run")),
         (f"recipes copy {RECIPE} file/mine", 2, "oar recipes: file/mine: Not a directory"),
         (f"recipes copy {RECIPE} dump", 2, "dump exists"),
-        ("data aime24 --from rows --out file/data", 1, "choose another place with --out"),
+        ("data aime24 --from rows --out file/data", 1, "Not a directory: 'file"),
         ("inspect dump", 0, "4 of 5 lines skipped"),
         ("inspect dump --out made/at/once.html", 0, "4 of 5 lines skipped"),
         ("inspect dump --out file/page.html", 2, "oar inspect: file"),

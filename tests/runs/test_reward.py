@@ -1,23 +1,16 @@
-"""verl's reward function: paid is an answer that equals the ground truth, and nothing stalls training.
-
-That verl loads and calls it, every run of a recipe shows."""
+"""verl's reward function: paid is an answer that equals the ground truth, and nothing stalls training."""
 
 import logging
-from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
-from oar_plugin.cli.doctor import PACKAGES
-from oar_plugin.output import INSTALL
 from oar_plugin.runs import reward
 from oar_plugin.runs.reward import compute_score
 from tests.real_data import MATH_RESPONSES, read_lines
 
-KEYS = {"score", "acc", "no_answer", "unparsed", "failed"}
-
 # Ground truths that the file's grader did not recognise in another notation (10000).
 GRADER_IS_WRONG = {"10{,}000"}
+KEYS = {"score", "acc", "no_answer", "unparsed", "failed"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,10 +56,3 @@ def test_on_real_responses_it_agrees_with_their_grader():
     for row in rows:
         paid = compute_score("test", row["response"], row["ground_truth"])["score"] == 1.0
         assert paid is row["correct"] or row["ground_truth"] in GRADER_IS_WRONG
-
-
-def test_the_line_that_installs_everything_has_what_the_reward_imports():
-    lines = (Path(__file__).parents[2] / INSTALL.split()[-1]).read_text().splitlines()
-    names = {Requirement(line).name for line in lines if not line.startswith("#")}
-    advice = [PACKAGES[name]["advice"] for name in ("math-verify", "pebble") if name in names]
-    assert advice == [f"{INSTALL} in a checkout"] * 2

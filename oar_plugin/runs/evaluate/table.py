@@ -18,7 +18,7 @@ from scipy import stats
 from oar_plugin.output import printable
 from oar_plugin.runs.evaluate.responses import ProblemSet
 from oar_plugin.runs.math.answer import FinalAnswer, canonical, final_answer
-from oar_plugin.runs.math.pool import TaskCrashed, TaskTimedOut
+from oar_plugin.runs.math.pool import TaskFailed
 from oar_plugin.runs.reward import LONGEST_ANSWER, compute_score, start_pool
 
 Values = NDArray[np.float64]
@@ -45,7 +45,7 @@ def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Met
         score = compute_score(problems.name, text_of[key], truth)
         name = "".join(answer.text.split())
         if len(answer.text) <= LONGEST_ANSWER:
-            with suppress(TaskTimedOut, TaskCrashed):
+            with suppress(TaskFailed):
                 name = pool.run(canonical, answer)
         return score["acc"] == 1.0, name
 

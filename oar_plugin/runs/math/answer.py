@@ -2,7 +2,6 @@ r"""Finds the final answer of a response, and compares it with the ground truth 
 
 The final answer is the last `\boxed{...}`, else the last answer that is announced in another way. A last number without an
 announcement is not an answer: a truncated response could be rewarded by chance, and importance would have no answer span.
-
 Functions that call math-verify run in the processes of a `pool`: some expressions take unbounded time or memory.
 """
 
@@ -40,13 +39,13 @@ def compare(ground_truth: str, answer: FinalAnswer) -> bool | None:
     if not parts:
         return None
     # The pool limits the time. math-verify's own limit uses signals, which cannot interrupt a long operation on big numbers.
-    return bool(verify(_parse_ground_truth(ground_truth), parts, timeout_seconds=None))
+    return bool(verify(_parse(ground_truth, boxed=True), parts, timeout_seconds=None))
 
 
 def canonical(answer: FinalAnswer) -> str:
-    """Return the same text for all answers that math-verify parses to the same expression.
+    """Return the same text for all answers that math-verify parses to the same expression, as 5, 5.0 and `x = 5`.
 
-    As in `compare`, `x = 5` equals 5, and 5.0 equals 5. An answer that cannot be parsed is returned without spaces.
+    An answer that cannot be parsed is returned without spaces.
     """
     from math_verify.grader import unwrap_eq
     from sympy import nsimplify
@@ -58,10 +57,6 @@ def canonical(answer: FinalAnswer) -> str:
 
 
 @functools.lru_cache(maxsize=1024)  # all responses of a group have the same ground truth
-def _parse_ground_truth(ground_truth: str) -> list[Any]:
-    return _parse(ground_truth, boxed=True)
-
-
 def _parse(text: str, boxed: bool) -> list[Any]:
     """Return math-verify's parses of an answer; a string among them was not parsed as mathematics."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse

@@ -1,7 +1,6 @@
-"""A process pool that enforces time and memory limits on tasks, and that any thread can call.
+"""A process pool that enforces time and memory limits on tasks, and that any thread can call: it kills a task's process.
 
-Time limits by signal work only in the main thread, but verl computes rewards in other threads. This pool kills the process of
-a task that exceeds its time, and starts a new one.
+Limits by signal work only in the main thread, but verl computes rewards in other threads.
 """
 
 import multiprocessing
@@ -23,60 +22,37 @@ _MEMORY_BYTES = 4 * 1024**3
 _TASKS_PER_PROCESS = 20_000  # then a new process, because sympy's caches grow
 
 
-class TaskTimedOut(Exception): ...
-
-
-class TaskCrashed(Exception): ...
+class TaskFailed(Exception): ...
 
 
 class GuardedPool:
-    """Runs functions in other processes; `run` returns or raises in bounded time, whatever the functions do.
-
-    Args:
-        processes: number of tasks that run at the same time.
-        timeout_s: time limit of a task in seconds; waiting for a free process does not count.
-        warm_up: called once in each process before its first task; its time does not count.
-    """
+    """Runs functions in other processes; `run` returns or raises in bounded time, whatever the functions do."""
 
     def __init__(self, processes: int, timeout_s: float, warm_up: Callable[[], None]) -> None:
-        self._processes, self.timeout_s, self._warm_up = processes, timeout_s, warm_up
-        self._closed, self._lock = False, threading.Lock()
-        self._pool = self._start()
-
-    def _start(self) -> ProcessPool:
+        """`timeout_s` limits a task, without its wait for a process. `warm_up` is called in a process before its first task."""
         # Spawn, not fork: a fork would copy locks that the caller's threads hold.
-        context = multiprocessing.get_context("spawn")
-        return ProcessPool(self._processes, _TASKS_PER_PROCESS, _prepare, [self._warm_up], context)
+        given = (processes, _TASKS_PER_PROCESS, _prepare, [warm_up], multiprocessing.get_context("spawn"))
+        self._new_pool, self._timeout_s = lambda: ProcessPool(*given), timeout_s
+        self._pool, self._closed, self._lock = self._new_pool(), False, threading.Lock()
 
-    def run(self, function: Callable[..., Result], *args: Any) -> Result:
-        """Return `function(*args)`; function and arguments must be picklable.
-
-        Raise TaskTimedOut if it took longer than `timeout_s`, and TaskCrashed if it raised or its process died.
-        """
-        for attempt in (1, 2):
-            try:
-                arguments = [self.timeout_s, function, args]
-                task = self._running().schedule(_limited, arguments, timeout=self.timeout_s)
-                result: Result = task.result(_PATIENCE_S)
-                return result
-            except FutureTimeoutError as error:
-                raise TaskTimedOut(f"{function.__name__} took longer than {self.timeout_s:g} s") from error
-            except ProcessExpired as error:
-                raise TaskCrashed(f"{function.__name__}: its process died (exit status {error.exitcode})") from error
-            except Exception as error:  # whatever the task raised
-                # A broken pool is not the task's fault: try once more in a new pool.
-                if attempt == 1 and isinstance(error, BrokenProcessPool):
-                    continue
-                raise TaskCrashed(f"{function.__name__}: {type(error).__name__}: {error}") from error
-        raise AssertionError("two attempts neither returned nor raised")
-
-    def _running(self) -> ProcessPool:
-        """Return the pool, or a new one if it is broken: a process killed while it accepts a task breaks its pool."""
+    def run(self, function: Callable[..., Result], *args: Any, attempts: int = 2) -> Result:
+        """Return `function(*args)`, all of them picklable. TaskFailed: it took too long or raised, or its process died."""
         with self._lock:
-            if not (self._pool.active or self._closed):
+            if not (self._pool.active or self._closed):  # a process killed while it accepts a task breaks its pool
                 self._pool.stop()
-                self._pool = self._start()
-            return self._pool
+                self._pool = self._new_pool()
+            pool = self._pool
+        try:
+            task = pool.schedule(_limited, [self._timeout_s, function, args], timeout=self._timeout_s)
+            return task.result(_PATIENCE_S)
+        except FutureTimeoutError as error:
+            raise TaskFailed(f"{function.__name__} took longer than {self._timeout_s:g} s") from error
+        except ProcessExpired as error:
+            raise TaskFailed(f"{function.__name__}: its process died (exit status {error.exitcode})") from error
+        except Exception as error:  # whatever the task raised
+            if attempts > 1 and isinstance(error, BrokenProcessPool):  # not the task's fault
+                return self.run(function, *args, attempts=attempts - 1)
+            raise TaskFailed(f"{function.__name__}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """End all processes, including busy ones."""

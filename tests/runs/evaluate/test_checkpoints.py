@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from oar_plugin.runs.evaluate import EvaluationError, checkpoints
-from oar_plugin.runs.evaluate.checkpoints import find, fingerprint
-from oar_plugin.runs.hub import NotOnHub
+from oar_plugin.runs.evaluate import checkpoints
+from oar_plugin.runs.evaluate.checkpoints import find
 
 
 def touch(folder, *names):
@@ -45,30 +44,6 @@ def test_of_a_runs_folder_the_last_complete_checkpoint_is_taken_or_the_best(tmp_
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")  # 11 is being written
     assert found() == "global_step_10"
     assert found(best=True) == "best/global_step_9"
-
-
-def test_other_weights_tokenizers_and_settings_have_another_fingerprint(tmp_path):
-    names = ("model.safetensors", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
-    touch(tmp_path, "config.json", *names)
-    seen = {fingerprint(str(tmp_path)), fingerprint(str(tmp_path))}
-    for number, name in enumerate(names, start=1):
-        assert len(seen) == number
-        (tmp_path / name).write_text('{"a": 1}')
-        seen.add(fingerprint(str(tmp_path)))
-    assert len(seen) == 1 + len(names)
-
-
-def test_a_folder_of_an_organisations_name_hides_no_model_of_the_hub(tmp_path, monkeypatch):
-    def cached(name):
-        if name != "Qwen/Qwen2.5-7B":
-            raise NotOnHub(name)
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "Qwen").mkdir()
-    monkeypatch.setattr(checkpoints, "cached", cached)
-    assert find("Qwen/Qwen2.5-7B", False, print) == "Qwen/Qwen2.5-7B"
-    with pytest.raises(EvaluationError, match="neither a folder"):
-        find("Qwen/global_step_7", False, print)
 
 
 @pytest.mark.parametrize("other_is_first", [False, True])
