@@ -16,6 +16,7 @@ import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig
+from pydantic import Field
 from torch import Tensor
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
@@ -94,18 +95,14 @@ class Group:
 class ScoredOutput(AgentLoopOutput):
     """verl's output of one session, with OAR's fields added to verl's fields."""
 
-    oar_fields: Any = None
+    oar_fields: Any = Field(default=None, exclude=True)
 
     def as_dict(self) -> dict[str, Any]:
-        fields = super().as_dict()
-        fields.pop("oar_fields", None)
-        fields.update(self.oar_fields)
-        return fields
+        return super().as_dict() | self.oar_fields
 
     @classmethod
     def of(cls, output: AgentLoopOutput) -> "ScoredOutput":
-        values = {name: getattr(output, name) for name in type(output).model_fields}
-        return cls.model_construct(_fields_set=output.model_fields_set | {"oar_fields"}, **values)
+        return cls.model_construct(output.model_fields_set, **dict(output))
 
 
 @dataclass
@@ -117,10 +114,6 @@ class _Session:
     generated_at: float = 0.0
     reported: bool = False
 
-    def report(self, reward: float | None) -> None:
-        self.reported = True
-        self.group.report(reward)
-
 
 _session: ContextVar[_Session | None] = ContextVar("oar_session", default=None)
 
@@ -128,15 +121,13 @@ _session: ContextVar[_Session | None] = ContextVar("oar_session", default=None)
 class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     # Attributes of verl's worker.
     config: DictConfig
-    tokenizer: Any
-    model_config: Any
     llm_client: "LLMServerClient"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._oar = resolve(self.config)
         self._finder = make_finder(self._oar.answer_patterns)
-        self._lost_time = 0, LostTime()
+        self._lost_time = 0, LostTime()  # the newest step with a response here, and its answer searches' lost time
         self._token_bytes = TokenBytes(self.tokenizer)
         self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         self._replacement = replacement_token(self._oar, self.tokenizer)
@@ -164,7 +155,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         finally:
             _session.reset(token)
             if not session.reported:  # it failed: the other responses must not wait for its reward
-                session.report(None)
+                session.group.report(None)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         session = _session.get()
@@ -178,11 +169,10 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         session = _session.get()
         if session is None:
             return
-        last: AgentLoopOutput = outputs[-1]
-        reward = last.reward_score
-        if reward is None:
+        if outputs[-1].reward_score is None:
             session.group.reward_comes_later()
-        session.report(reward)
+        session.reported = True
+        session.group.report(outputs[-1].reward_score)
         for output in outputs:
             assert isinstance(output, ScoredOutput)
             output.oar_fields = await self._fields(output, session)
@@ -198,11 +188,15 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             elif not output.multi_modal_data:
                 mask = np.array(output.response_mask, dtype=bool)
                 longest = self.config.data.max_response_length, self._oar.max_answer_tokens
-                found_by = self._finder, self._token_bytes, self._eos_ids, *longest, self._lost(session.step)
+                if session.step > self._lost_time[0]:
+                    self._lost_time = session.step, LostTime()
+                found_by = self._finder, self._token_bytes, self._eos_ids, *longest, self._lost_time[1]
                 segments, status = segment_response(output.response_ids, mask, *found_by)
                 record = replace(record, status=status)
                 if status == Status.SCORED:
-                    importance, record = await self._score(output, segments, session.step, record)
+                    result, record = await self._score(output, segments, session.step, record)
+                    if result.importance is not None:
+                        importance[:] = result.importance  # raises an error if the length is wrong
             fields = self._weighed(importance, segments, record.status)
         except Exception:
             logger.exception("OAR could not score a response; it falls back to GRPO")
@@ -218,16 +212,10 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         answer = weigh_rows([score_L], [segment_L], torch.tensor([int(status)]), self._oar)
         return {ENGINE_FIELDS[name]: row for name, (row,) in answer.items()}
 
-    def _lost(self, step: int) -> LostTime:
-        """Return the time that answer searches have lost in the newest step with a response on this worker."""
-        if step > self._lost_time[0]:
-            self._lost_time = step, LostTime()
-        return self._lost_time[1]
-
     async def _score(
         self, output: AgentLoopOutput, segments: np.ndarray, step: int, record: OffloadRecord
-    ) -> tuple[np.ndarray, OffloadRecord]:
-        """Return a response's importance, float32 `[L]` (zeros if the engines could not score it), and its record."""
+    ) -> tuple[ScoringResult, OffloadRecord]:
+        """Return the result of a response's last attempt, and its record."""
         task = self._task(output, segments, step)
         fault: Fault | None = None
         for attempts in range(1, ATTEMPTS + 1):
@@ -237,7 +225,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             if fault in (None, "too_long"):
                 break
             logger.warning("OAR: an engine could not score a response (%s), attempt %d", fault, attempts)
-        record = replace(
+        return result, replace(
             record,
             status=STATUS_OF_FAULT[fault],
             attempts=attempts,
@@ -247,10 +235,6 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             cached_tokens=result.cached_tokens,
             done_at=deciles([began + seconds for seconds in result.done_at]),
         )
-        importance = np.zeros(len(segments), dtype=np.float32)
-        if result.importance is not None:
-            importance[:] = result.importance  # raises an error if the length is wrong
-        return importance, record
 
     def _task(self, output: AgentLoopOutput, segments: np.ndarray, step: int) -> ScoringTask:
         oar = self._oar
@@ -275,8 +259,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         `after_exchange`: first wait, without a time limit, until the engine admits requests after a weight exchange.
         """
         request_id = f"oar-{id(task)}-{time.monotonic_ns()}"
-        client: LLMServerClient = self.llm_client
-        server_id, call = None, None
+        client, server_id, call = self.llm_client, None, None
         try:
             # Some versions of verl's router choose the server by the prompt.
             by_prompt = accepted(client._acquire_server, prompt_ids=task.token_ids)
@@ -298,8 +281,6 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
 
 
 class OarAgentLoopManager(AgentLoopManagerTQ):
-    agent_loop_workers_class: Any
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(OarAgentLoopWorker)

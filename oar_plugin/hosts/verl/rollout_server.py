@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
-from typing_extensions import override
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -28,10 +27,6 @@ SUBMISSION_S = 60.0
 WORKER_EXTENSION = "oar_plugin.hosts.verl.rollout_worker.OarColocateWorkerExtension"
 
 
-class Closed(RuntimeError):
-    """The server takes no requests now."""
-
-
 class OarVLLMHttpServer(vLLMHttpServer):
     """Generates as verl's server does, and scores responses while the engine has room beside generation."""
 
@@ -39,7 +34,6 @@ class OarVLLMHttpServer(vLLMHttpServer):
     share_while_generating: ClassVar[float]
 
     # What the host's server provides.
-    config: Any
     engine: "AsyncLLM"
     global_steps: int
     lora_as_adapter: bool
@@ -47,13 +41,12 @@ class OarVLLMHttpServer(vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._throttle = Throttle(self.max_in_flight, self.share_while_generating, self.config.max_num_seqs)
-        self._scorer: ResponseScorer | None = None
+        self._scorer: ResponseScorer | None = None  # the engine starts later
         self._open = asyncio.Event()
         self._open.set()
         self._leaving = False
         self._submitting = 0
 
-    @override
     def _get_worker_extension_cls(self) -> str:
         return WORKER_EXTENSION
 
@@ -110,7 +103,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
         scored with other weights than the other copies of its response.
         """
         if not self._open.is_set():
-            raise Closed("weights are being exchanged")
+            raise RuntimeError("weights are being exchanged")
         self._submitting += 1
         try:
             yield
@@ -134,10 +127,6 @@ def register(max_in_flight: int, share_while_generating: float) -> None:
 
     class OarVLLMReplica(vLLMReplica):
         """verl's replica with our server; verl's own server for anything but the policy."""
-
-        server_class: Any
-        is_reward_model: bool
-        is_teacher_model: bool
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

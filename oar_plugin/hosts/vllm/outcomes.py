@@ -74,7 +74,6 @@ class DrawSpec:
             raise ValueError(f"not a request that can draw tokens: {self}")
 
     def rows(self, length: int) -> list[int]:
-        """As of `OutcomeSpec`."""
         return [p - 1 for p in self.at] if length >= self.at[-1] else []
 
 
