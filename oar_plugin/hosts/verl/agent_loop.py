@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,15 +63,16 @@ class Group:
     """
 
     def __init__(self, size: int, decides: bool) -> None:
-        self._missing = size
+        self._size = size
+        self._reported: set[int] = set()
         self._rewards: set[float] = set()
         self._differ = not decides
         self._known = asyncio.Event()
         self._settle()
 
-    def report(self, reward: float | None) -> None:
-        """Count a finished response. `reward` is None if the response failed or has no reward yet."""
-        self._missing -= 1
+    def report(self, session: int, reward: float | None) -> None:
+        """Count a session as finished, once. `reward` is None if it failed or has no reward yet."""
+        self._reported.add(session)
         if reward is not None:
             self._rewards.add(reward)
         self._settle()
@@ -88,7 +89,7 @@ class Group:
 
     def _settle(self) -> None:
         self._differ = self._differ or len(self._rewards) > 1
-        if self._differ or self._missing <= 0:
+        if self._differ or len(self._reported) >= self._size:
             self._known.set()
 
 
@@ -96,26 +97,18 @@ class ScoredOutput(AgentLoopOutput):
     """verl's output of one session, with OAR's fields added to verl's fields."""
 
     oar_fields: Any = Field(default=None, exclude=True)
+    generated_at: float = Field(default=0.0, exclude=True)
 
     def as_dict(self) -> dict[str, Any]:
         return super().as_dict() | self.oar_fields
 
     @classmethod
     def of(cls, output: AgentLoopOutput) -> "ScoredOutput":
-        return cls.model_construct(output.model_fields_set, **dict(output))
+        return cls.model_construct(output.model_fields_set, **dict(output), generated_at=time.time())
 
 
-@dataclass
-class _Session:
-    """State of one run of an agent loop. Validation runs have no session."""
-
-    group: Group
-    step: int
-    generated_at: float = 0.0
-    reported: bool = False
-
-
-_session: ContextVar[_Session | None] = ContextVar("oar_session", default=None)
+# The group of the agent loop that runs; None in a validation.
+_group: ContextVar[Group | None] = ContextVar("oar_group", default=None)
 
 
 class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
@@ -136,8 +129,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         uid = prompt["uid"]
         if not trajectory["validate"]:
-            algorithm = self.config.algorithm
-            decides = self._oar.base_estimator in ZERO_WHEN_EQUAL and not algorithm.use_kl_in_reward
+            decides = self._oar.base_estimator in ZERO_WHEN_EQUAL and not self.config.algorithm.use_kl_in_reward
             size = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
             self._groups[uid] = Group(size, decides)
         try:
@@ -148,53 +140,49 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
         if trajectory["validate"]:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
-        session = _Session(self._groups[kwargs["uid"]], kwargs["global_steps"])
-        token = _session.set(session)
+        group = self._groups[kwargs["uid"]]
+        token = _group.set(group)
         try:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         finally:
-            _session.reset(token)
-            if not session.reported:  # it failed: the other responses must not wait for its reward
-                session.group.report(None)
+            _group.reset(token)
+            group.report(kwargs["session_id"], None)  # if it failed, the other responses must not wait for its reward
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        session = _session.get()
-        if session is not None:
-            session.generated_at = time.time()
+        if _group.get() is not None:
             output = [ScoredOutput.of(one) for one in output] if isinstance(output, list) else ScoredOutput.of(output)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
         await super()._compute_score(outputs, kwargs=kwargs)
-        session = _session.get()
-        if session is None:
+        group = _group.get()
+        if group is None:
             return
         if outputs[-1].reward_score is None:
-            session.group.reward_comes_later()
-        session.reported = True
-        session.group.report(outputs[-1].reward_score)
+            group.reward_comes_later()
+        group.report(kwargs["session_id"], outputs[-1].reward_score)
         for output in outputs:
             assert isinstance(output, ScoredOutput)
-            output.oar_fields = await self._fields(output, session)
+            output.oar_fields = await self._fields(output, group, kwargs["global_steps"])
 
-    async def _fields(self, output: AgentLoopOutput, session: _Session) -> dict[str, Tensor]:
+    async def _fields(self, output: ScoredOutput, group: Group, step: int) -> dict[str, Tensor]:
         """Return the engines' fields and the record of one output. An error in OAR never stops the run."""
         length = len(output.response_ids)
         importance, segments = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.int8)
-        record = OffloadRecord(Status.NOT_SCORED, generated_at=session.generated_at)
+        record = OffloadRecord(Status.NOT_SCORED, generated_at=output.generated_at)
         try:
-            if not await session.group.matters():
+            if not await group.matters():
                 record = replace(record, status=Status.NOT_NEEDED)
             elif not output.multi_modal_data:
                 mask = np.array(output.response_mask, dtype=bool)
                 longest = self.config.data.max_response_length, self._oar.max_answer_tokens
-                if session.step > self._lost_time[0]:
-                    self._lost_time = session.step, LostTime()
+                if step > self._lost_time[0]:
+                    self._lost_time = step, LostTime()
                 found_by = self._finder, self._token_bytes, self._eos_ids, *longest, self._lost_time[1]
                 segments, status = segment_response(output.response_ids, mask, *found_by)
                 record = replace(record, status=status)
                 if status == Status.SCORED:
-                    result, record = await self._score(output, segments, session.step, record)
+                    result, record = await self._score(output, segments, step, record)
                     if result.importance is not None:
                         importance[:] = result.importance  # raises an error if the length is wrong
             fields = self._weighed(importance, segments, record.status)

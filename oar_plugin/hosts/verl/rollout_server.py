@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
@@ -41,7 +42,6 @@ class OarVLLMHttpServer(vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._throttle = Throttle(self.max_in_flight, self.share_while_generating, self.config.max_num_seqs)
-        self._scorer: ResponseScorer | None = None  # the engine starts later
         self._open = asyncio.Event()
         self._open.set()
         self._leaving = False
@@ -50,6 +50,10 @@ class OarVLLMHttpServer(vLLMHttpServer):
     def _get_worker_extension_cls(self) -> str:
         return WORKER_EXTENSION
 
+    @cached_property
+    def _scorer(self) -> ResponseScorer:
+        return ResponseScorer(self.engine, self._throttle, self.config.max_model_len, self._admit, self._lora_request)
+
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """verl's `generate`, which the throttle is told of."""
         with self._throttle.generating():
@@ -57,10 +61,6 @@ class OarVLLMHttpServer(vLLMHttpServer):
 
     async def oar_score(self, task: ScoringTask, timeout_s: float) -> ScoringResult:
         """Score one response (`ResponseScorer.score`). The fault is `aborted` if the weights change meanwhile."""
-        if self._scorer is None:
-            self._scorer = ResponseScorer(
-                self.engine, self._throttle, self.config.max_model_len, self._admit, self._lora_request
-            )
         version = self.global_steps
         result = await self._scorer.score(task, timeout_s)
         if result.fault is None and self.global_steps != version:

@@ -1,8 +1,7 @@
 """The extension of vLLM's workers: tagged requests return outcomes in place of prompt log-probabilities.
 
-A tagged request has a spec of `outcomes` in `SamplingParams.extra_args["oar"]`. It also has `prompt_logprobs=0`, so
-that vLLM returns rows for its prompt. In row `i`, the log-probability of token 0 is number `i` of the result of
-`OutcomeRecorder.step`. vLLM handles untagged requests as usual.
+A tagged request has a spec of `outcomes` in `SamplingParams.extra_args["oar"]`, and `prompt_logprobs=0`, so that vLLM
+returns rows for its prompt. vLLM handles untagged requests as usual.
 
 vLLM has two model runners. The CPU's runner is a subclass of the first one. On GPUs, the second one is the default for
 more and more models.

@@ -1,8 +1,7 @@
 """Computes outcomes (answer distributions) of tagged requests in an engine's worker, which has the hidden states.
 
-This module uses torch and the probes, and knows nothing about the engine. At every step of the engine, the caller says
-which positions of which request the step computed. `OutcomeRecorder` projects only the rows that the probe reads, and
-returns a few numbers at the end of a request's prompt. The distributions (one value per token id) stay in the worker.
+At every step of the engine, the caller says which positions of which request the step computed. `OutcomeRecorder` projects
+only the rows that the probe reads. The distributions (one value per token id) stay in the worker.
 
 **Only rows that a request computed itself count.** An engine with a prefix cache does not compute cached positions, so
 their rows have no hidden state. The score of such a request is NaN; the caller repeats the request without the cache.
@@ -220,15 +219,16 @@ class OutcomeRecorder:
         """Return the result of `step` for a request that has ended. `tally` is None if the tag was invalid."""
         score, rows = torch.full((1,), math.nan, device=device), NO_REFERENCE
         drawn: list[Tensor] = []
-        if tally is not None and isinstance(tally.spec, DrawSpec):
+        spec = tally.spec if tally else None
+        if tally and isinstance(spec, DrawSpec):
             rows = tally.taken
             if tally.complete and tally.drawn:
                 score, drawn = torch.zeros_like(score), tally.drawn
-        elif tally is not None and (stored := self._references.get(tally.spec.key)):
+        elif tally and isinstance(spec, OutcomeSpec) and spec.key in self._references:
             rows = tally.taken
-            probe, reference = stored
-            if probe == tally.spec.probe and (outcome := tally.outcome()) is not None:
-                self._references.move_to_end(tally.spec.key)
+            probe, reference = self._references[spec.key]
+            if probe == spec.probe and (outcome := tally.outcome()) is not None:
+                self._references.move_to_end(spec.key)
                 # For a reference, the divergence from itself: 0, or NaN if its logits are not finite.
                 score = divergence(reference, outcome[None], probe)
         return torch.cat([score.float(), torch.full((1,), float(rows), device=device), *(d.float() for d in drawn)])

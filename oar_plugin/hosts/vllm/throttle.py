@@ -44,11 +44,6 @@ class Throttle:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def waiting(self) -> int:
-        """Number of copies that wait for their turn."""
-        return len(self._waiters)
-
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Return a context. Hold it during every request that generates."""
@@ -91,7 +86,6 @@ class Throttle:
         self._settle()
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         while self._waiters and self._may_start():
             turn = self._waiters.popleft()
             if not turn.done():  # otherwise it was cancelled, and its task has not run since then
