@@ -47,10 +47,10 @@ def test_a_group_matters_as_soon_as_two_rewards_differ_or_where_equal_ones_decid
 
     async def run():
         group, seen = Group(len(rewards), decides), []
-        for reward in rewards:
+        for session, reward in enumerate(rewards):
             if reward == "later":
                 group.reward_comes_later()
-            group.report(None if reward == "later" else reward)
+            group.report(session, None if reward == "later" else reward)
             asked = asyncio.ensure_future(group.matters())
             await asyncio.sleep(0)
             seen.append(asked.result() if asked.done() else None)

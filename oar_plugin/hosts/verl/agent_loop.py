@@ -9,13 +9,14 @@ import asyncio
 import logging
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 import torch
 from omegaconf import DictConfig
+from pydantic import Field
 from torch import Tensor
 from verl.experimental.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
@@ -62,15 +63,16 @@ class Group:
     """
 
     def __init__(self, size: int, decides: bool) -> None:
-        self._missing = size
+        self._size = size
+        self._reported: set[int] = set()
         self._rewards: set[float] = set()
         self._differ = not decides
         self._known = asyncio.Event()
         self._settle()
 
-    def report(self, reward: float | None) -> None:
-        """Count a finished response. `reward` is None if the response failed or has no reward yet."""
-        self._missing -= 1
+    def report(self, session: int, reward: float | None) -> None:
+        """Count a session as finished, once. `reward` is None if it failed or has no reward yet."""
+        self._reported.add(session)
         if reward is not None:
             self._rewards.add(reward)
         self._settle()
@@ -87,56 +89,38 @@ class Group:
 
     def _settle(self) -> None:
         self._differ = self._differ or len(self._rewards) > 1
-        if self._differ or self._missing <= 0:
+        if self._differ or len(self._reported) >= self._size:
             self._known.set()
 
 
 class ScoredOutput(AgentLoopOutput):
     """verl's output of one session, with OAR's fields added to verl's fields."""
 
-    oar_fields: Any = None
+    oar_fields: Any = Field(default=None, exclude=True)
+    generated_at: float = Field(default=0.0, exclude=True)
 
     def as_dict(self) -> dict[str, Any]:
-        fields = super().as_dict()
-        fields.pop("oar_fields", None)
-        fields.update(self.oar_fields)
-        return fields
+        return super().as_dict() | self.oar_fields
 
     @classmethod
     def of(cls, output: AgentLoopOutput) -> "ScoredOutput":
-        values = {name: getattr(output, name) for name in type(output).model_fields}
-        return cls.model_construct(_fields_set=output.model_fields_set | {"oar_fields"}, **values)
+        return cls.model_construct(output.model_fields_set, **dict(output), generated_at=time.time())
 
 
-@dataclass
-class _Session:
-    """State of one run of an agent loop. Validation runs have no session."""
-
-    group: Group
-    step: int
-    generated_at: float = 0.0
-    reported: bool = False
-
-    def report(self, reward: float | None) -> None:
-        self.reported = True
-        self.group.report(reward)
-
-
-_session: ContextVar[_Session | None] = ContextVar("oar_session", default=None)
+# The group of the agent loop that runs; None in a validation.
+_group: ContextVar[Group | None] = ContextVar("oar_group", default=None)
 
 
 class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     # Attributes of verl's worker.
     config: DictConfig
-    tokenizer: Any
-    model_config: Any
     llm_client: "LLMServerClient"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._oar = resolve(self.config)
         self._finder = make_finder(self._oar.answer_patterns)
-        self._lost_time = 0, LostTime()
+        self._lost_time = 0, LostTime()  # the newest step with a response here, and its answer searches' lost time
         self._token_bytes = TokenBytes(self.tokenizer)
         self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         self._replacement = replacement_token(self._oar, self.tokenizer)
@@ -145,8 +129,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         uid = prompt["uid"]
         if not trajectory["validate"]:
-            algorithm = self.config.algorithm
-            decides = self._oar.base_estimator in ZERO_WHEN_EQUAL and not algorithm.use_kl_in_reward
+            decides = self._oar.base_estimator in ZERO_WHEN_EQUAL and not self.config.algorithm.use_kl_in_reward
             size = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
             self._groups[uid] = Group(size, decides)
         try:
@@ -157,52 +140,51 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _run_agent_loop(self, sampling_params: dict, trajectory: dict, **kwargs: Any) -> Any:
         if trajectory["validate"]:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
-        session = _Session(self._groups[kwargs["uid"]], kwargs["global_steps"])
-        token = _session.set(session)
+        group = self._groups[kwargs["uid"]]
+        token = _group.set(group)
         try:
             return await super()._run_agent_loop(sampling_params, trajectory, **kwargs)
         finally:
-            _session.reset(token)
-            if not session.reported:  # it failed: the other responses must not wait for its reward
-                session.report(None)
+            _group.reset(token)
+            group.report(kwargs["session_id"], None)  # if it failed, the other responses must not wait for its reward
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        session = _session.get()
-        if session is not None:
-            session.generated_at = time.time()
+        if _group.get() is not None:
             output = [ScoredOutput.of(one) for one in output] if isinstance(output, list) else ScoredOutput.of(output)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
         await super()._compute_score(outputs, kwargs=kwargs)
-        session = _session.get()
-        if session is None:
+        group = _group.get()
+        if group is None:
             return
-        last: AgentLoopOutput = outputs[-1]
-        reward = last.reward_score
-        if reward is None:
-            session.group.reward_comes_later()
-        session.report(reward)
+        if outputs[-1].reward_score is None:
+            group.reward_comes_later()
+        group.report(kwargs["session_id"], outputs[-1].reward_score)
         for output in outputs:
             assert isinstance(output, ScoredOutput)
-            output.oar_fields = await self._fields(output, session)
+            output.oar_fields = await self._fields(output, group, kwargs["global_steps"])
 
-    async def _fields(self, output: AgentLoopOutput, session: _Session) -> dict[str, Tensor]:
+    async def _fields(self, output: ScoredOutput, group: Group, step: int) -> dict[str, Tensor]:
         """Return the engines' fields and the record of one output. An error in OAR never stops the run."""
         length = len(output.response_ids)
         importance, segments = np.zeros(length, dtype=np.float32), np.zeros(length, dtype=np.int8)
-        record = OffloadRecord(Status.NOT_SCORED, generated_at=session.generated_at)
+        record = OffloadRecord(Status.NOT_SCORED, generated_at=output.generated_at)
         try:
-            if not await session.group.matters():
+            if not await group.matters():
                 record = replace(record, status=Status.NOT_NEEDED)
             elif not output.multi_modal_data:
                 mask = np.array(output.response_mask, dtype=bool)
                 longest = self.config.data.max_response_length, self._oar.max_answer_tokens
-                found_by = self._finder, self._token_bytes, self._eos_ids, *longest, self._lost(session.step)
+                if step > self._lost_time[0]:
+                    self._lost_time = step, LostTime()
+                found_by = self._finder, self._token_bytes, self._eos_ids, *longest, self._lost_time[1]
                 segments, status = segment_response(output.response_ids, mask, *found_by)
                 record = replace(record, status=status)
                 if status == Status.SCORED:
-                    importance, record = await self._score(output, segments, session.step, record)
+                    result, record = await self._score(output, segments, step, record)
+                    if result.importance is not None:
+                        importance[:] = result.importance  # raises an error if the length is wrong
             fields = self._weighed(importance, segments, record.status)
         except Exception:
             logger.exception("OAR could not score a response; it falls back to GRPO")
@@ -218,16 +200,10 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         answer = weigh_rows([score_L], [segment_L], torch.tensor([int(status)]), self._oar)
         return {ENGINE_FIELDS[name]: row for name, (row,) in answer.items()}
 
-    def _lost(self, step: int) -> LostTime:
-        """Return the time that answer searches have lost in the newest step with a response on this worker."""
-        if step > self._lost_time[0]:
-            self._lost_time = step, LostTime()
-        return self._lost_time[1]
-
     async def _score(
         self, output: AgentLoopOutput, segments: np.ndarray, step: int, record: OffloadRecord
-    ) -> tuple[np.ndarray, OffloadRecord]:
-        """Return a response's importance, float32 `[L]` (zeros if the engines could not score it), and its record."""
+    ) -> tuple[ScoringResult, OffloadRecord]:
+        """Return the result of a response's last attempt, and its record."""
         task = self._task(output, segments, step)
         fault: Fault | None = None
         for attempts in range(1, ATTEMPTS + 1):
@@ -237,7 +213,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             if fault in (None, "too_long"):
                 break
             logger.warning("OAR: an engine could not score a response (%s), attempt %d", fault, attempts)
-        record = replace(
+        return result, replace(
             record,
             status=STATUS_OF_FAULT[fault],
             attempts=attempts,
@@ -247,10 +223,6 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             cached_tokens=result.cached_tokens,
             done_at=deciles([began + seconds for seconds in result.done_at]),
         )
-        importance = np.zeros(len(segments), dtype=np.float32)
-        if result.importance is not None:
-            importance[:] = result.importance  # raises an error if the length is wrong
-        return importance, record
 
     def _task(self, output: AgentLoopOutput, segments: np.ndarray, step: int) -> ScoringTask:
         oar = self._oar
@@ -275,8 +247,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         `after_exchange`: first wait, without a time limit, until the engine admits requests after a weight exchange.
         """
         request_id = f"oar-{id(task)}-{time.monotonic_ns()}"
-        client: LLMServerClient = self.llm_client
-        server_id, call = None, None
+        client, server_id, call = self.llm_client, None, None
         try:
             # Some versions of verl's router choose the server by the prompt.
             by_prompt = accepted(client._acquire_server, prompt_ids=task.token_ids)
@@ -298,8 +269,6 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
 
 
 class OarAgentLoopManager(AgentLoopManagerTQ):
-    agent_loop_workers_class: Any
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(OarAgentLoopWorker)

@@ -9,10 +9,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
-from typing_extensions import override
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -28,10 +28,6 @@ SUBMISSION_S = 60.0
 WORKER_EXTENSION = "oar_plugin.hosts.verl.rollout_worker.OarColocateWorkerExtension"
 
 
-class Closed(RuntimeError):
-    """The server takes no requests now."""
-
-
 class OarVLLMHttpServer(vLLMHttpServer):
     """Generates as verl's server does, and scores responses while the engine has room beside generation."""
 
@@ -39,7 +35,6 @@ class OarVLLMHttpServer(vLLMHttpServer):
     share_while_generating: ClassVar[float]
 
     # What the host's server provides.
-    config: Any
     engine: "AsyncLLM"
     global_steps: int
     lora_as_adapter: bool
@@ -47,15 +42,17 @@ class OarVLLMHttpServer(vLLMHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._throttle = Throttle(self.max_in_flight, self.share_while_generating, self.config.max_num_seqs)
-        self._scorer: ResponseScorer | None = None
         self._open = asyncio.Event()
         self._open.set()
         self._leaving = False
         self._submitting = 0
 
-    @override
     def _get_worker_extension_cls(self) -> str:
         return WORKER_EXTENSION
+
+    @cached_property
+    def _scorer(self) -> ResponseScorer:
+        return ResponseScorer(self.engine, self._throttle, self.config.max_model_len, self._admit, self._lora_request)
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """verl's `generate`, which the throttle is told of."""
@@ -64,10 +61,6 @@ class OarVLLMHttpServer(vLLMHttpServer):
 
     async def oar_score(self, task: ScoringTask, timeout_s: float) -> ScoringResult:
         """Score one response (`ResponseScorer.score`). The fault is `aborted` if the weights change meanwhile."""
-        if self._scorer is None:
-            self._scorer = ResponseScorer(
-                self.engine, self._throttle, self.config.max_model_len, self._admit, self._lora_request
-            )
         version = self.global_steps
         result = await self._scorer.score(task, timeout_s)
         if result.fault is None and self.global_steps != version:
@@ -110,7 +103,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
         scored with other weights than the other copies of its response.
         """
         if not self._open.is_set():
-            raise Closed("weights are being exchanged")
+            raise RuntimeError("weights are being exchanged")
         self._submitting += 1
         try:
             yield
@@ -134,10 +127,6 @@ def register(max_in_flight: int, share_while_generating: float) -> None:
 
     class OarVLLMReplica(vLLMReplica):
         """verl's replica with our server; verl's own server for anything but the policy."""
-
-        server_class: Any
-        is_reward_model: bool
-        is_teacher_model: bool
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)

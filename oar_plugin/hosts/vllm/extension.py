@@ -1,8 +1,7 @@
 """The extension of vLLM's workers: tagged requests return outcomes in place of prompt log-probabilities.
 
-A tagged request has a spec of `outcomes` in `SamplingParams.extra_args["oar"]`. It also has `prompt_logprobs=0`, so
-that vLLM returns rows for its prompt. In row `i`, the log-probability of token 0 is number `i` of the result of
-`OutcomeRecorder.step`. vLLM handles untagged requests as usual.
+A tagged request has a spec of `outcomes` in `SamplingParams.extra_args["oar"]`, and `prompt_logprobs=0`, so that vLLM
+returns rows for its prompt. vLLM handles untagged requests as usual.
 
 vLLM has two model runners. The CPU's runner is a subclass of the first one. On GPUs, the second one is the default for
 more and more models.
@@ -20,14 +19,10 @@ from torch import Tensor
 from oar_plugin.hosts.vllm.outcomes import TAG, OutcomeRecorder, Scheduled, Spec, read_spec
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import LogprobsTensors
-    from vllm.v1.worker.gpu.input_batch import InputBatch as SecondInputBatch
+    from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
-    from vllm.v1.worker.gpu.sample.prompt_logprob import PromptLogprobsWorker
-    from vllm.v1.worker.gpu.states import RequestState
-    from vllm.v1.worker.gpu_input_batch import CachedRequestState
-    from vllm.v1.worker.gpu_input_batch import InputBatch as FirstInputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as FirstRunner
 
 logger = logging.getLogger(__name__)
@@ -47,14 +42,16 @@ class OutcomeExtension:
         runner = self.model_runner
         if hasattr(runner, "oar_recorder"):
             return
-        install = next((install for name, install in INSTALL.items() if getattr(runner, name, None) is not None), None)
-        if install is None:
+        if getattr(runner, "_get_prompt_logprobs_dict", None) is not None:
+            install: Callable[[Any, OutcomeRecorder], None] = _install_first
+        elif getattr(runner, "prompt_logprobs_worker", None) is not None:
+            install = _install_second
+        else:
             raise RuntimeError(
                 f"OAR-P cannot be computed in vLLM's model runner {type(runner).__module__}.{type(runner).__name__}, which has "
-                f"neither {' nor '.join(INSTALL)}: set algorithm.oar.perturbation.backend=actor"
+                "neither _get_prompt_logprobs_dict nor prompt_logprobs_worker: set algorithm.oar.perturbation.backend=actor"
             )
-        stock: FirstRunner | SecondRunner = runner
-        model = stock.get_model()
+        model = runner.get_model()
 
         def project(hidden_RD: Tensor) -> Tensor | None:
             # Call the class's function. verl replaces the instance's function by one that masks tokens that must not
@@ -86,22 +83,21 @@ def _install_first(runner: FirstRunner, recorder: OutcomeRecorder) -> None:
             waiting.update(held)
 
         items = []
-        batch: FirstInputBatch = runner.input_batch
         for request, tag in tagged.items():
             count = num_scheduled_tokens.get(request)
             if count is None:  # preempted
                 continue
-            state: CachedRequestState = runner.requests[request]
-            offset = int(runner.query_start_loc.np[batch.req_id_to_index[request]])
+            state = runner.requests[request]
+            offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request]])
             token_ids = state.prompt_token_ids or []
             items.append(Scheduled(request, spec_of(request, tag), token_ids, state.num_computed_tokens, count, offset))
         outcomes = recorder.step(hidden_states, items)
         if not outcomes:
             return rows
         # vLLM expects these rows on the CPU: copy all of them in one transfer.
-        numbers = torch.cat(list(outcomes.values())).cpu().split([len(one) for one in outcomes.values()])
-        for request, its_numbers in zip(outcomes, numbers, strict=True):
-            rows[request] = as_rows(its_numbers)
+        parts = torch.cat(list(outcomes.values())).cpu().split([len(numbers) for numbers in outcomes.values()])
+        for request, numbers in zip(outcomes, parts, strict=True):
+            rows[request] = as_rows(numbers)
             del waiting[request]
         return rows
 
@@ -110,15 +106,13 @@ def _install_first(runner: FirstRunner, recorder: OutcomeRecorder) -> None:
 
 def _install_second(runner: SecondRunner, recorder: OutcomeRecorder) -> None:
     """The same for the second runner. It copies to the CPU asynchronously, so this must not wait for the device."""
-    worker: PromptLogprobsWorker = runner.prompt_logprobs_worker
-    states: RequestState = runner.req_states
+    worker, states = runner.prompt_logprobs_worker, runner.req_states
     stock_add, stock_rows = runner.add_requests, worker.compute_prompt_logprobs
     # request id -> (spec, prompt) of tagged requests whose prompt is not completely computed yet
     pending: dict[str, tuple[Spec | None, list[int]]] = {}
 
     def add_requests(scheduler_output: SchedulerOutput, *others: Any) -> None:
         stock_add(scheduler_output, *others)
-        new: NewRequestData
         for new in scheduler_output.scheduled_new_reqs:  # also requests that resume after a preemption
             pending.pop(new.req_id, None)
             if (tag := tag_of(new.sampling_params)) is not None:
@@ -126,7 +120,7 @@ def _install_second(runner: SecondRunner, recorder: OutcomeRecorder) -> None:
                 worker.uses_prompt_logprobs[states.req_id_to_index[new.req_id]] = False
 
     def compute_prompt_logprobs(
-        logits_fn: Any, hidden_states: Tensor, input_batch: SecondInputBatch, *others: Any
+        logits_fn: Any, hidden_states: Tensor, input_batch: InputBatch, *others: Any
     ) -> dict[str, Any]:
         rows: dict[str, Any] = stock_rows(logits_fn, hidden_states, input_batch, *others)
         known = states.req_id_to_index
@@ -151,17 +145,9 @@ def _install_second(runner: SecondRunner, recorder: OutcomeRecorder) -> None:
     worker.compute_prompt_logprobs = compute_prompt_logprobs
 
 
-INSTALL: dict[str, Callable[[Any, OutcomeRecorder], None]] = {
-    "_get_prompt_logprobs_dict": _install_first,
-    "prompt_logprobs_worker": _install_second,
-}
-"""Attribute that only one of the two runners has -> function that installs a recorder in this runner."""
-
-
 def tag_of(sampling_params: Any) -> dict[str, Any] | None:
     """The tag of a request, or None. Pooling requests have no sampling parameters."""
-    extra_args = sampling_params.extra_args if sampling_params is not None else None
-    return extra_args.get(TAG) if extra_args else None
+    return (getattr(sampling_params, "extra_args", None) or {}).get(TAG)
 
 
 def spec_of(request: str, tag: dict[str, Any]) -> Spec | None:

@@ -1,19 +1,18 @@
 """Computes outcomes (answer distributions) of tagged requests in an engine's worker, which has the hidden states.
 
-This module uses torch and the probes, and knows nothing about the engine. At every step of the engine, the caller says
-which positions of which request the step computed. `OutcomeRecorder` projects only the rows that the probe reads, and
-returns a few numbers at the end of a request's prompt. The distributions (one value per token id) stay in the worker.
+At every step of the engine, the caller says which positions of which request the step computed. `OutcomeRecorder` projects
+only the rows that the probe reads. The distributions (one value per token id) stay in the worker.
 
 **Only rows that a request computed itself count.** An engine with a prefix cache does not compute cached positions, so
 their rows have no hidden state. The score of such a request is NaN; the caller repeats the request without the cache.
 """
 
 import math
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -74,7 +73,6 @@ class DrawSpec:
             raise ValueError(f"not a request that can draw tokens: {self}")
 
     def rows(self, length: int) -> list[int]:
-        """Return positions of the logits to read in a prompt of `length` tokens, ascending; [] if it is too short."""
         return [p - 1 for p in self.at] if length >= self.at[-1] else []
 
 
@@ -108,25 +106,32 @@ class _Tally:
         self.token_ids = token_ids
         self.rows = spec.rows(len(token_ids))
         self.taken = 0  # number of `rows` that have been read, in order
-        self.lost = not self.rows
         self.total: Tensor | None = None  # [V] sum of logits, or scalar sum of log-probabilities
         self.drawn: list[Tensor] = []
 
     def take(self, first: int, count: int) -> list[int]:
-        """Return the rows to read in a step that computes `first .. first + count - 1`. Each row is read once."""
-        if self.lost or self.taken == len(self.rows):
+        """Return the rows to read in a step that computes `first .. first + count - 1`.
+
+        After a preemption the engine may start at a position whose row was read already: no row is read twice. If the next row
+        was not computed, none is read.
+        """
+        left = self.rows[self.taken :]
+        if not left or first > left[0]:
             return []
-        if first > self.rows[self.taken]:
-            self.lost = True
-            return []
-        # After a preemption the engine may start at a position whose row was read already. No row is read twice.
-        begin, self.taken = self.taken, max(self.taken, bisect_left(self.rows, first + count))
-        return self.rows[begin : self.taken]
+        rows = [p for p in left if p < first + count]
+        self.taken += len(rows)
+        return rows
 
     def add(self, positions: Sequence[int], logits_RV: Tensor) -> None:
         """Add the logits of the rows at `positions` to the sum, or draw tokens from them. Rows must come in order."""
         if isinstance(self.spec, DrawSpec):
-            self._draw(self.spec, bisect_left(self.rows, positions[0]), logits_RV)
+            begin = self.rows.index(positions[0])
+            for chunk_RV in logits_RV.split(_DRAWN_ROWS):
+                chunk, begin = slice(begin, begin + len(chunk_RV)), begin + len(chunk_RV)
+                token_R, seed_R = (
+                    _on(chunk_RV.device, numbers[chunk]) for numbers in (self.spec.avoid, self.spec.seeds)
+                )
+                self.drawn.append(sample_replacements(chunk_RV, token_R, seed_R))
             return
         logits_RV = logits_RV.float()
         if self.spec.probe == "answer_joint":
@@ -136,16 +141,9 @@ class _Tally:
             summed = logits_RV.sum(0)
         self.total = summed if self.total is None else self.total + summed
 
-    def _draw(self, spec: DrawSpec, begin: int, logits_RV: Tensor) -> None:
-        for chunk_RV in logits_RV.split(_DRAWN_ROWS):
-            end = begin + len(chunk_RV)
-            token_R, seed_R = (_on(chunk_RV.device, numbers[begin:end]) for numbers in (spec.avoid, spec.seeds))
-            self.drawn.append(sample_replacements(chunk_RV, token_R, seed_R))
-            begin = end
-
     @property
     def complete(self) -> bool:
-        return not self.lost and self.taken == len(self.rows)
+        return 0 < self.taken == len(self.rows)
 
     def outcome(self) -> Tensor | None:
         """Return the log-distribution `[V]`, or the mean log-probability; None if a row is missing, or for a draw."""
@@ -184,11 +182,10 @@ class OutcomeRecorder:
         ended = [item for item in items if item.first + item.count >= len(item.token_ids)]
         tallies = {item.request: self._tallies.pop(item.request, None) for item in ended}
         # Store references first: a copy may end in the same step as its reference.
-        for tally in tallies.values():
-            if tally is None or (outcome := tally.outcome()) is None:
-                continue
-            if isinstance(tally.spec, OutcomeSpec) and tally.spec.role == "reference":
-                self._references[tally.spec.key] = (tally.spec.probe, outcome)
+        for tally in filter(None, tallies.values()):
+            spec = tally.spec
+            if isinstance(spec, OutcomeSpec) and spec.role == "reference" and (outcome := tally.outcome()) is not None:
+                self._references[spec.key] = (spec.probe, outcome)
         while len(self._references) > MAX_REFERENCES:
             self._references.popitem(last=False)
         return {request: self._numbers(tally, hidden_TD.device) for request, tally in tallies.items()}
@@ -198,8 +195,7 @@ class OutcomeRecorder:
         self._tallies = {request: tally for request, tally in self._tallies.items() if request in requests}
 
     def _read(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> None:
-        wanted: list[tuple[_Tally, int]] = []
-        index: list[int] = []
+        wanted: list[tuple[_Tally, int, int]] = []  # with each row's position in the prompt and in `hidden_TD`
         for item in items:
             if item.spec is None:
                 continue
@@ -208,37 +204,34 @@ class OutcomeRecorder:
             # is before the step's first position.
             if tally is None or not tally.rows or item.first <= tally.rows[0]:
                 tally = self._tallies[item.request] = _Tally(item.spec, item.token_ids)
-            for position in tally.take(item.first, item.count):
-                wanted.append((tally, position))
-                index.append(item.offset + position - item.first)
-        for begin in range(0, len(index), _ROWS):
-            logits_RV = self._project(hidden_TD[_on(hidden_TD.device, index[begin : begin + _ROWS])])
+            wanted += [(tally, p, item.offset + p - item.first) for p in tally.take(item.first, item.count)]
+        for begin in range(0, len(wanted), _ROWS):
+            chunk = wanted[begin : begin + _ROWS]
+            logits_RV = self._project(hidden_TD[_on(hidden_TD.device, [row for *_, row in chunk])])
             if logits_RV is None:
                 continue
-            chunk = wanted[begin : begin + _ROWS]
-            bounds = [0, *(i for i in range(1, len(chunk)) if chunk[i][0] is not chunk[i - 1][0]), len(chunk)]
-            for low, high in pairwise(bounds):
-                chunk[low][0].add([position for _, position in chunk[low:high]], logits_RV[low:high])
+            for tally, group in groupby(chunk, key=itemgetter(0)):
+                positions = [position for _, position, _ in group]
+                own_RV, logits_RV = logits_RV[: len(positions)], logits_RV[len(positions) :]
+                tally.add(positions, own_RV)
 
     def _numbers(self, tally: _Tally | None, device: torch.device) -> Tensor:
         """Return the result of `step` for a request that has ended. `tally` is None if the tag was invalid."""
-        nan = torch.full((1,), math.nan, device=device)
-        unknown = torch.full((1,), NO_REFERENCE, device=device)
-        if tally is None:
-            return torch.cat([nan, unknown])
-        rows = torch.full((1,), float(tally.taken), device=device)
-        if isinstance(tally.spec, DrawSpec):
-            drawn = [numbers.float() for numbers in tally.drawn] if tally.complete else []
-            return torch.cat([torch.zeros_like(nan) if drawn else nan, rows, *drawn])
-        probe, reference = self._references.get(tally.spec.key, (None, None))
-        if reference is None:
-            return torch.cat([nan, unknown])
-        outcome = tally.outcome()
-        if outcome is None or probe != tally.spec.probe:
-            return torch.cat([nan, rows])
-        self._references.move_to_end(tally.spec.key)
-        # For a reference, the divergence from itself: 0, or NaN if its logits are not finite.
-        return torch.cat([divergence(reference, outcome[None], tally.spec.probe).float(), rows])
+        score, rows = torch.full((1,), math.nan, device=device), NO_REFERENCE
+        drawn: list[Tensor] = []
+        spec = tally.spec if tally else None
+        if tally and isinstance(spec, DrawSpec):
+            rows = tally.taken
+            if tally.complete and tally.drawn:
+                score, drawn = torch.zeros_like(score), tally.drawn
+        elif tally and isinstance(spec, OutcomeSpec) and spec.key in self._references:
+            rows = tally.taken
+            probe, reference = self._references[spec.key]
+            if probe == spec.probe and (outcome := tally.outcome()) is not None:
+                self._references.move_to_end(spec.key)
+                # For a reference, the divergence from itself: 0, or NaN if its logits are not finite.
+                score = divergence(reference, outcome[None], probe)
+        return torch.cat([score.float(), torch.full((1,), float(rows), device=device), *(d.float() for d in drawn)])
 
 
 def _on(device: torch.device, numbers: Iterable[int]) -> Tensor:

@@ -147,11 +147,7 @@ class _Run:
         self._replacements: dict[int, int] = {}  # position in token_ids -> replacement token
 
     async def importance(self) -> NDArray[np.float32]:
-        """Return the importance, float32 `[response_length]`, finite.
-
-        Raises:
-            _Failure: the importance could not be computed.
-        """
+        """Return the importance, float32 `[response_length]`, finite. _Failure: it could not be computed."""
         task = self.task
         self._lora = await self.scorer.lora_request() if self.scorer.lora_request else None
         await self._reference()
@@ -173,9 +169,8 @@ class _Run:
         else:
             seeds = replacement_seeds(torch.tensor(task.token_ids), torch.tensor(at), task.seed).tolist()
             for begin in range(0, len(at), DRAWS_AT_ONCE):
-                part = slice(begin, begin + DRAWS_AT_ONCE)
-                here = at[part]
-                spec = DrawSpec(tuple(here), tuple(task.token_ids[p] for p in here), tuple(seeds[part]))
+                here, its_seeds = (numbers[begin : begin + DRAWS_AT_ONCE] for numbers in (at, seeds))
+                spec = DrawSpec(tuple(here), tuple(task.token_ids[p] for p in here), tuple(its_seeds))
                 # Ends before the token at `here[-1]`: if it were cached, the next request could not read its row.
                 drawn = await self._attempt_twice(task.token_ids[: here[-1]], spec)
                 self._replacements.update(zip(here, map(int, drawn), strict=True))
@@ -196,10 +191,10 @@ class _Run:
 
     async def _attempt_twice(self, token_ids: Sequence[int], spec: Spec) -> list[float]:
         """Return the drawn tokens, or `[score]`. A request without a finite result is repeated without the cache."""
-        numbers = await self._attempt(token_ids, spec, self.key, use_cache=True)
+        numbers = await self._attempt(token_ids, spec, use_cache=True)
         if numbers is None or not math.isfinite(numbers[0]):
             self.result.retried += 1
-            numbers = await self._attempt(token_ids, spec, uuid.uuid4().hex, use_cache=False)
+            numbers = await self._attempt(token_ids, spec, use_cache=False)
         if numbers is None:
             raise _Failure("failed")
         score, rows, *drawn = numbers
@@ -207,9 +202,9 @@ class _Run:
             raise _Failure("non_finite" if rows == len(spec.rows(len(token_ids))) else "failed")
         return drawn if isinstance(spec, DrawSpec) else [score]
 
-    async def _attempt(self, token_ids: Sequence[int], spec: Spec, salt: str, use_cache: bool) -> list[float] | None:
+    async def _attempt(self, token_ids: Sequence[int], spec: Spec, use_cache: bool) -> list[float] | None:
         """Return the numbers that `OutcomeRecorder.step` returned for a request; None if some of them are missing."""
-        scorer = self.scorer
+        scorer, salt = self.scorer, self.key if use_cache else uuid.uuid4().hex
         async with scorer.throttle.slot():
             try:
                 request = tagged_request(

@@ -44,11 +44,6 @@ class Throttle:
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def waiting(self) -> int:
-        """Number of copies that wait for their turn."""
-        return len(self._waiters)
-
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Return a context. Hold it during every request that generates."""
@@ -64,31 +59,20 @@ class Throttle:
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Return a context. Entering it waits for a turn; hold it while a copy runs."""
-        await self._acquire()
-        try:
-            yield
-        finally:
-            self._release()
-
-    async def _acquire(self) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(turn)
         self._admit_waiters()
         try:
             await turn
-        except asyncio.CancelledError:
+            yield
+        finally:
             if turn.cancelled():
                 with suppress(ValueError):  # another call of `_admit_waiters` may have removed it
                     self._waiters.remove(turn)
-                self._admit_waiters()
             else:
-                self._release()
-            raise
-
-    def _release(self) -> None:
-        self._settle()
-        self.in_flight -= 1
-        self._admit_waiters()
+                self._settle()
+                self.in_flight -= 1
+            self._admit_waiters()
 
     def _settle(self) -> None:
         """Update the account to the current time. Call this before every change of `_generating` or `in_flight`."""
@@ -102,7 +86,6 @@ class Throttle:
         self._settle()
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         while self._waiters and self._may_start():
             turn = self._waiters.popleft()
             if not turn.done():  # otherwise it was cancelled, and its task has not run since then

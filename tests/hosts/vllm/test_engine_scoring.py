@@ -176,7 +176,7 @@ class Host:
     def assert_idle(self) -> None:
         """The engine's scheduler has nothing to do: a short request is through at once, and its cache is free."""
         assert self.left_over() == NOTHING
-        assert self.throttle.in_flight == self.throttle.waiting == 0
+        assert self.throttle.in_flight == len(self.throttle._waiters) == 0
         assert self.run(self.generate(tokens(70, 20), max_tokens=1)).finished
         assert self.run(self.engine.reset_prefix_cache()), "no block is in use"
 

@@ -83,7 +83,7 @@ def test_what_stays_missing_is_a_fault(monkeypatch, caplog, answer, fault, where
     engine = Engine(monkeypatch, {where: [answer]})
     result = engine.score()
     assert (result.fault, result.importance) == (fault, None)
-    assert engine.scorer.throttle.in_flight == engine.scorer.throttle.waiting == 0
+    assert engine.scorer.throttle.in_flight == len(engine.scorer.throttle._waiters) == 0
     assert ("unwell" in caplog.text) == isinstance(answer, RuntimeError)
 
 

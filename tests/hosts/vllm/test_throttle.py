@@ -78,7 +78,7 @@ class Engine:
                 await asyncio.gather(*awaitables)
 
         self.loop.run_until_complete(together())
-        assert self.throttle.in_flight == self.throttle.waiting == 0
+        assert self.throttle.in_flight == len(self.throttle._waiters) == 0
         return self.loop.now
 
 
