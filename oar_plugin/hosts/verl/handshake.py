@@ -98,7 +98,7 @@ def make_question(settings: Mapping[str, Any]) -> Callable[[Any, str | None], di
         if len(engines) != 1:
             fault = f"{len(engines)} actor engines in {type(process).__name__}, where one was expected"
             return answer | {"fault": fault}
-        (engine,) = engines
+        engine = engines[0]
         if any(cls.__module__.startswith("oar_plugin.") for cls in type(engine).__mro__):
             try:
                 from oar_plugin.config import OarConfig
