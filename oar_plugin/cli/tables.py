@@ -9,7 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from oar_plugin.output import printable
@@ -28,12 +28,9 @@ def console(**options: Any) -> Console:
     return _Console(width=None if known else 10_000, markup=False, emoji=False, **options)
 
 
-def table(*titles: str, **options: Any) -> Table:
+def table(*titles: str) -> Table:
     """Return an empty table with these columns, which wraps long cells."""
-    made = Table(box=SIMPLE_HEAD, show_edge=False, **options)
-    for title in titles:
-        made.add_column(title, overflow="fold")
-    return made
+    return Table(*(Column(title, overflow="fold") for title in titles), box=SIMPLE_HEAD, show_edge=False)
 
 
 @contextmanager

@@ -211,9 +211,8 @@ class OarMegatronMixin(ImportancePass):
         vocabulary = VocabularyShard()
         last: GPTModel | None = next((chunk for chunk in map(unwrapped, self.module) if chunk.post_process), None)
         if group.size() > 1 and last is not None:
-            projection: ColumnParallelLinear = last.output_layer
             vocabulary = VocabularyShard(
-                start=group.rank() * projection.output_size_per_partition,
+                start=group.rank() * last.output_layer.output_size_per_partition,
                 total=partial(_all_reduced, group),
                 largest=partial(_all_reduced, group, op=distributed.ReduceOp.MAX),
             )
@@ -315,10 +314,6 @@ def _all_reduced(group: Any, tensor: Tensor, op: Any = distributed.ReduceOp.SUM)
     return tensor
 
 
-def register() -> None:
-    """Replace verl's Megatron engine in its registry, except on NPUs, where verl's engine is MindSpeed's."""
-    if get_device_name() != "npu":
-        register_engines(OarMegatronMixin, MegatronEngineWithLMHead, "megatron")
-
-
-register()  # at import, like verl's own decorators: either `plugin`'s hook or a program imports this module first
+# At import, like verl's own decorators: either `plugin`'s hook or a program imports this module first.
+if get_device_name() != "npu":  # there verl's engine is MindSpeed's
+    register_engines(OarMegatronMixin, MegatronEngineWithLMHead, "megatron")
