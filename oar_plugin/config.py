@@ -1,12 +1,9 @@
 """All settings of OAR and their defaults, validated when a run starts. In a verl run they are below `algorithm.oar`.
 
 The defaults are the paper's (arXiv 2601.07408), except for importance and gate; the preset `oar=published` has the paper's.
-* `fisher`: of the importances with one backward it agrees best with exact OAR-P (0.73 of the top 20 % of the tokens, `oar_g`
-  has 0.55; nine models, `benchmarks/results/fidelity_cpu.md`).
-* `two_level` with tau 0.85: under `bi_level` one outlier makes the other weights nearly even
-  (`benchmarks/results/gate_edges.md`).
-With both, small models learn faster than with GRPO where an answer lists two results; on other tasks no importance or gate was
-told apart from GRPO (`docs/evidence/studies.md`).
+Of the importances with one backward, `fisher` agrees best with exact OAR-P (`benchmarks/results/fidelity_cpu.md`). Under the
+paper's gate one outlier makes the other weights nearly even (`benchmarks/results/gate_edges.md`). What both do for learning is
+in `docs/evidence/studies.md`.
 """
 
 import difflib
@@ -180,15 +177,15 @@ class OarConfig(_Settings):
             )
         make_finder(self.answer_patterns)
         self._check_conflicts(self.importance_object)
-        if self.offloads and self.actor_importance is not None:
+        if self.offloads and (name := self.actor_importance) is not None:
             try:
-                fallback = importance_of(self.perturbation.fallback)
+                fallback = importance_of(name)
             except ValueError as error:
-                raise ValueError(f"perturbation.fallback={self.perturbation.fallback}: {error}") from None
+                raise ValueError(f"perturbation.fallback={name}: {error}") from None
             if fallback.copies is not None:
                 raise ValueError(
-                    f"perturbation.fallback={self.perturbation.fallback}: the actor would run masked copies; allowed: none, "
-                    f"{without_copies()}, or python:<module>:<class>"
+                    f"perturbation.fallback={name}: the actor would run masked copies; allowed: none, {without_copies()}, "
+                    "or python:<module>:<class>"
                 )
             self._check_conflicts(fallback)
         return self
@@ -268,11 +265,7 @@ class OarConfig(_Settings):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> "OarConfig":
-        """Validates the settings of `algorithm.oar`, which messages call `prefix`.
-
-        Raises:
-            OarConfigError: settings cannot work. The message has a line per fault: the key, its value and what is allowed.
-        """
+        """Validates the settings of `algorithm.oar`, which messages call `prefix`. OarConfigError: a line per fault."""
         try:
             return cls.model_validate(dict(settings or {}))
         except ValidationError as error:
@@ -285,11 +278,8 @@ class OarConfig(_Settings):
 
 def _explain(fault: Any, prefix: str) -> str:
     parts = [str(part) for part in fault["loc"]]
-    nested = parts[0] in GROUPS if parts else False
     # In a union, pydantic adds the branch that failed to the path.
-    key = ".".join(parts[: 2 if nested else 1])
-    where = f"{prefix}.{key}" if key else prefix
-    if fault["type"] == "extra_forbidden":
-        return f"{where}={fault['input']!r}: {unknown_key(parts, prefix)}"
-    message = fault["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}" if not key else f"{where}={fault['input']!r}: {message}"
+    key = ".".join([prefix, *parts[: 2 if GROUPS.keys() & parts[:1] else 1]])
+    unknown = fault["type"] == "extra_forbidden"
+    message = unknown_key(parts, prefix) if unknown else fault["msg"].removeprefix("Value error, ")
+    return f"{key}={fault['input']!r}: {message}" if parts else f"{key}: {message}"

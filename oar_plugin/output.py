@@ -38,13 +38,7 @@ def cause(error: BaseException) -> str:
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Write a file completely or not at all, and create its folder.
-
-    A reader never sees half of it. A symbolic link at this path is replaced; its target is not touched.
-
-    Raises:
-        OSError: the file could not be written.
-    """
+    """Write a file completely or not at all, and create its folder. A symbolic link at this path is replaced, not followed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f".{file.name}.unfinished")
     unfinished.unlink(missing_ok=True)
@@ -62,9 +56,8 @@ def no_link(file: str, flags: int) -> int:
 
 
 def locked(file: IO[Any]) -> bool:
-    """Lock an open file for this process until it is closed; return False if another process has locked it.
-
-    Without an error, a file stays unlocked on file systems that have no locks, as some of clusters.
+    """Lock an open file until it is closed; False if another process has locked it. Some clusters' file systems have no locks:
+    there it stays unlocked.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,7 +14,6 @@ _INSTALL = {
 }
 """Module -> how to install it, where that is not `pip install MODULE`."""
 
-
 _COMPOSING = {
     "verl": "verl",
     "hydra": "hydra-core",
@@ -27,15 +26,12 @@ _COMPOSING = {
 def missing_package(command: str, *modules: str | None) -> int:
     """Print that `oar command` needs these modules, one line each, and return the exit status 1."""
     for name in (str(module).partition(".")[0] for module in modules):
-        say(f"oar {command}: {name} is not installed here; {_install(name)}", sys.stderr)
+        advice = _INSTALL.get(name, f"pip install {name}")
+        if name in _COMPOSING:  # one line for all of them, which leaves what is installed as it is
+            lacking = [package for module, package in _COMPOSING.items() if module == name or find_spec(module) is None]
+            advice = f"pip install --no-deps {' '.join(lacking)}"
+        say(f"oar {command}: {name} is not installed here; {advice}", sys.stderr)
     return 1
-
-
-def _install(name: str) -> str:
-    if name in _COMPOSING:  # one line for all of them, which leaves what is installed as it is
-        lacking = [package for module, package in _COMPOSING.items() if module == name or find_spec(module) is None]
-        return f"pip install --no-deps {' '.join(lacking)}"
-    return _INSTALL.get(name, f"pip install {name}")
 
 
 def whole(text: str, least: int = 0) -> int:

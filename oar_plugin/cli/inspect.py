@@ -4,6 +4,7 @@ import argparse
 import io
 import sys
 import time
+import webbrowser
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,7 +12,7 @@ from jinja2 import TemplateError
 from yaml import YAMLError
 
 from oar_plugin.cli.arguments import listed
-from oar_plugin.cli.tables import console, open_page
+from oar_plugin.cli.tables import console
 from oar_plugin.output import say, write_whole
 from oar_plugin.page.record import header_for
 from oar_plugin.page.sources import TOKENS, NothingYet, files, read, steps_text
@@ -120,7 +121,10 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
     write_whole(page, inspector_page(responses, header, run, as_recorded))
     steps = steps_text(sorted({response.step for response in responses}))
     say(f"{len(responses)} responses of steps {steps}: {page} ({page.stat().st_size / 1e6:.1f} MB)")
-    return open_page(page, "inspect") if args.open else 0
+    if args.open and not webbrowser.open(page.resolve().as_uri()):
+        say(f"oar inspect: --open: no browser here; open {page} yourself", sys.stderr)
+        return 1
+    return 0
 
 
 def _follow(args: argparse.Namespace, places: list[Path]) -> NoReturn:

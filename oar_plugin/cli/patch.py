@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from oar_plugin.output import say
 
 
 class PatchError(Exception):
-    """The patch failed. The message says why and what to do. Files were changed only if the message says so."""
+    """The message says why the patch failed and what to do, and if files were changed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.path and not (args.path / args.host / "__init__.py").is_file():
-        fault = f"--path={args.path}: no folder {args.host}/ in it; name the folder with the package"
-        say(f"oar patch: {fault}", sys.stderr)
+        say(
+            f"oar patch: --path={args.path}: no folder {args.host}/ in it; name the folder with the package", sys.stderr
+        )
         return 2
     try:
         say(patch(args.host, args.path, args.check, args.revert))
@@ -46,17 +48,14 @@ def patches_folder() -> Path:
 
 
 def patch(host: str, path: Path | None = None, check: bool = False, revert: bool = False) -> str:
-    """Apply or revert the patch for a host in `path` (None: where Python finds it). Return what was, or would be, done.
-
-    Raises:
-        PatchError: git, host or patch is missing, the version is unknown, or files were changed or cannot be written.
-    """
+    """Apply or revert the patch for a host in `path` (None: where Python finds it). Return what was, or would be, done."""
     if shutil.which("git") is None:
         raise PatchError("git: not installed here; install it")
-    spec = find_spec(host) if path is None else None
-    if path is None and (spec is None or spec.origin is None):
-        raise PatchError(f"{host}: not installed here; install it, or name its folder with --path")
-    folder = path.resolve() if path else Path((spec and spec.origin) or "").parents[1]
+    if path is None:
+        if (spec := find_spec(host)) is None or spec.origin is None:
+            raise PatchError(f"{host}: not installed here; install it, or name its folder with --path")
+        path = Path(spec.origin).parents[1]
+    folder = path.resolve()
     installed, stated = next(iter(distributions(name=host, path=[str(folder)])), None), folder / "version.txt"
     if installed is None and not stated.is_file():  # a checkout has that file
         raise PatchError(f"{folder}: nothing says which version of {host} this is; install it with pip")
@@ -79,11 +78,10 @@ def patch(host: str, path: Path | None = None, check: bool = False, revert: bool
 
 def _write(package: Path, file: Path, options: list[str], advice: str) -> None:
     """Let git replace the files, not change them in place: installers hard-link them into several environments."""
-    lines = file.read_text(encoding="utf-8").splitlines()
-    names = [package / line.split("/", 2)[2] for line in lines if line.startswith("+++ b/")]
-    if locked := [name.parent for name in names if not os.access(name.parent, os.W_OK)]:
+    names = re.findall(r"^\+\+\+ b/[^/]+/(.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    modes = {package / name: (package / name).stat().st_mode for name in names}
+    if locked := [name.parent for name in modes if not os.access(name.parent, os.W_OK)]:
         raise PatchError(f"{locked[0]}: this user may not write there")
-    modes = {name: name.stat().st_mode for name in names}
     if fault := _git_apply(package, file, *options):
         raise PatchError(f"{package}: {fault}; some files may be changed: {advice}")
     for name, mode in modes.items():
@@ -91,7 +89,7 @@ def _write(package: Path, file: Path, options: list[str], advice: str) -> None:
 
 
 def _git_apply(package: Path, file: Path, *options: str) -> str:
-    """Run `git apply` in a host's package. Return an empty string, or why the patch does not fit."""
+    """Run `git apply` in a host's package. Return why the patch does not fit, or an empty string."""
     # git must not use a repository that contains the package's folder, and must ignore the user's settings.
     own = {"GIT_CEILING_DIRECTORIES": str(package.parent), "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     words = ["git", "apply", "-p2", *options, str(file)]

@@ -1,20 +1,18 @@
-"""Tables that are complete even in a narrow terminal or in a pipe, a progress bar, and pages in a browser."""
+"""Tables that are complete even in a narrow terminal or in a pipe, and a progress bar."""
 
 import os
 import sys
-import webbrowser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from oar_plugin.output import printable, say
+from oar_plugin.output import printable
 
 
 class _Console(Console):
@@ -30,12 +28,9 @@ def console(**options: Any) -> Console:
     return _Console(width=None if known else 10_000, markup=False, emoji=False, **options)
 
 
-def table(*titles: str, **options: Any) -> Table:
+def table(*titles: str) -> Table:
     """Return an empty table with these columns, which wraps long cells."""
-    made = Table(box=SIMPLE_HEAD, show_edge=False, **options)
-    for title in titles:
-        made.add_column(title, overflow="fold")
-    return made
+    return Table(*(Column(title, overflow="fold") for title in titles), box=SIMPLE_HEAD, show_edge=False)
 
 
 @contextmanager
@@ -46,11 +41,3 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(task, description=printable(what), completed=done, total=total)
-
-
-def open_page(page: Path, command: str) -> int:
-    """Open a page of `oar command --open` in a browser, and return the exit status: 1 where there is no browser."""
-    if webbrowser.open(page.resolve().as_uri()):
-        return 0
-    say(f"oar {command}: --open: no browser here; open {page} yourself", sys.stderr)
-    return 1

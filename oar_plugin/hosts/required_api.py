@@ -4,9 +4,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 Hooks = Mapping[str, Sequence[str]]
@@ -44,9 +42,3 @@ def _written(name: str, thing: Any) -> str:
         return name if thing is not None else ""
     parameters = [one for one in inspect.signature(thing).parameters.values() if one.name != "self"]
     return f"{name}({', '.join(str(one.replace(annotation=one.empty, default=one.empty)) for one in parameters)})"
-
-
-def path_of(package: str) -> Path | None:
-    """The file `__init__.py` of a package, which is not imported; None where there is no such package."""
-    spec = find_spec(package)
-    return Path(spec.origin) if spec and spec.origin else None

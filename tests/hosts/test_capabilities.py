@@ -130,8 +130,8 @@ def test_what_a_host_lacks_is_said_with_what_was_expected(place, hook, named, tm
 def test_a_verl_that_does_not_look_for_plugins_is_told_to_import_ours(looks_for_plugins, named, tmp_path, monkeypatch):
     (tmp_path / "version").mkdir()
     (tmp_path / "version" / "version").write_text("0.8.0")
-    (package := tmp_path / "__init__.py").write_text('_(group="verl.plugins")' if looks_for_plugins else "")
-    monkeypatch.setattr(capabilities, "path_of", lambda name: package)
+    (tmp_path / "__init__.py").write_text('_(group="verl.plugins")' if looks_for_plugins else "")
+    monkeypatch.setattr(capabilities, "host_folder", lambda: tmp_path)
     monkeypatch.setenv(capabilities.EXTERNAL_MODULES, named)
     told = capabilities.external_modules()
     if looks_for_plugins or capabilities.PLUGIN in named:

@@ -4,9 +4,11 @@ import inspect
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from oar_plugin.hosts.required_api import Hooks, lacking, path_of
+from oar_plugin.hosts.required_api import Hooks, lacking
 
 PLUGIN = "oar_plugin.hosts.verl.plugin"
 EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
@@ -72,11 +74,17 @@ FEATURES: dict[str, Hooks] = {
 """The three trainers of `trainer.v1`, `RayPPOTrainer`, the two engines, and OAR-P on vLLM's rollout engines."""
 
 
+def host_folder() -> Path:
+    """verl's package, which is not imported. ModuleNotFoundError: there is no verl."""
+    spec = find_spec("verl")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("No module named 'verl'", name="verl")
+    return Path(spec.origin).parent
+
+
 def host_version() -> str:
-    """verl's own version, also of sources on the path. Imports nothing. ModuleNotFoundError: there is no verl."""
-    if (package := path_of("verl")) is None:
-        raise ModuleNotFoundError("verl is not installed")
-    return (package.parent / "version" / "version").read_text(encoding="utf-8").strip()
+    """verl's own version, also of sources on the path. ModuleNotFoundError: there is no verl."""
+    return (host_folder() / "version" / "version").read_text(encoding="utf-8").strip()
 
 
 @cache
@@ -87,8 +95,10 @@ def missing(feature: str) -> tuple[str, ...]:
 
 def external_modules() -> dict[str, str]:
     """The environment variable with which verl 0.8 loads OAR, its value extended. Later ones look for entry points: empty."""
-    package, named = path_of("verl"), os.environ.get(EXTERNAL_MODULES, "")
-    if package is None or PLUGIN in named.split(",") or '"verl.plugins"' in package.read_text(encoding="utf-8"):
+    named = os.environ.get(EXTERNAL_MODULES, "")
+    if PLUGIN in named.split(",") or find_spec("verl") is None:
+        return {}
+    if '"verl.plugins"' in (host_folder() / "__init__.py").read_text(encoding="utf-8"):
         return {}
     return {EXTERNAL_MODULES: ",".join(filter(None, [PLUGIN, named]))}
 

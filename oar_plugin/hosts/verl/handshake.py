@@ -22,13 +22,10 @@ class NodesDifferError(RuntimeError):
 
 
 def check_nodes(actors: Sequence[Any], servers: Sequence[Any], feature: str, oar: OarConfig) -> None:
-    """Ask verl's actor workers and rollout servers for their plugin and compare it with this process's.
+    """Compare the plugin of verl's actor workers and rollout servers, as Ray handles, with this process's.
 
-    `actors` and `servers` are Ray handles; the actors have their models. `feature` is their engine, one of
-    `capabilities.FEATURES`. The actors must be able to import what `oar` names: importance, gate and answer patterns.
-
-    Raises:
-        NodesDifferError: names each node that has another plugin or none, or does not answer in time, and what it has.
+    The actors have their models; `feature`: their engine, one of `capabilities.FEATURES`. They must be able to import what
+    `oar` names. NodesDifferError: each node that has another plugin or none, or does not answer in time, and what it has.
     """
     question = make_question(oar.model_dump())
     here = question(None, None)
@@ -96,17 +93,18 @@ def make_question(settings: Mapping[str, Any]) -> Callable[[Any, str | None], di
         roles = getattr(process, "worker_dict", {"": process}).values()
         engines = [role.actor.engine for role in roles if getattr(role, "actor", None) is not None]
         if len(engines) != 1:
-            fault = f"{len(engines)} actor engines in {type(process).__name__}, where one was expected"
-            return answer | {"fault": fault}
-        (engine,) = engines
+            return answer | {
+                "fault": f"{len(engines)} actor engines in {type(process).__name__}, where one was expected"
+            }
+        engine = engines[0]
         if any(cls.__module__.startswith("oar_plugin.") for cls in type(engine).__mro__):
             try:
                 from oar_plugin.config import OarConfig
 
                 OarConfig.parse(settings)
+                return answer
             except ValueError as error:
                 return answer | {"fault": f"{answer['plugin']}, but {error}"}
-            return answer
         policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto")
         reasons = [f"VERL_USE_EXTERNAL_PLUGINS={policy}"] if policy != "auto" else []
         try:

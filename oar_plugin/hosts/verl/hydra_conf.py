@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import PREFIX, OarConfigError, unknown_key
+from oar_plugin.hosts.verl.capabilities import host_folder
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 
 PRIMARY = "ppo_trainer"  # verl's one trainer config; model_engine=dp|megatron selects the rest
@@ -78,23 +78,14 @@ class CheckAtStart(Callback):
         """Hydra's hook. Exits where the configuration cannot work; Hydra would swallow an exception."""
         if not switched_on(config):
             return
+        from unittest import mock  # here, because every process of a run imports this module
+
         try:
-            with _unchanged_environment():
+            # Importing vLLM sets variables that the workers of a Ray started here would inherit.
+            with mock.patch.dict(os.environ):
                 resolve_here(config)
         except OarConfigError as error:
             sys.exit(f"oar: this configuration cannot work\n{error}")
-
-
-@contextmanager
-def _unchanged_environment() -> Iterator[None]:
-    """Restore the environment: importing vLLM sets variables that the workers of a Ray started here would inherit."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 def register() -> None:
@@ -138,15 +129,8 @@ def _has_group(folders: Sequence[str], arguments: Sequence[str]) -> bool:
 
 
 def config_folder() -> Path:
-    """Return verl's folder of configurations, found without an import of verl.
-
-    Raises:
-        ModuleNotFoundError: verl is not installed.
-    """
-    verl = find_spec("verl")
-    if verl is None or not verl.submodule_search_locations:
-        raise ModuleNotFoundError("No module named 'verl'", name="verl")
-    return Path(verl.submodule_search_locations[0]) / "trainer" / "config"
+    """verl's folder of configurations. ModuleNotFoundError: there is no verl."""
+    return host_folder() / "trainer" / "config"
 
 
 def _extended_primary_config(with_group: bool) -> str:

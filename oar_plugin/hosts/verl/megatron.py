@@ -97,9 +97,8 @@ class OarMegatronMixin(ImportancePass):
         """
         self._limit_micro_batches(data)
         data[_ROW] = torch.arange(len(data))
-        device = torch.device(get_device_id())
         packed = packed_of(data)
-        scores = Scores(request.importance_object, len(packed.token_T), device)
+        scores = Scores(request.importance_object, len(packed.token_T), torch.device(get_device_id()))
         started = mark()
         output: dict[str, Any] = {}
         forwards = request.forwards()
@@ -107,8 +106,7 @@ class OarMegatronMixin(ImportancePass):
         if records and forwards[0].backward is not None:
             forwards = [replace(forwards[0], backward=None), replace(forwards[0], log_probs=False), *forwards[1:]]
         with MegatronTaps(self.module) as taps:
-            schedules = _Schedules(request, taps, packed.offsets.tolist(), scores, forwards[0])
-            self._schedules = schedules
+            schedules = self._schedules = _Schedules(request, taps, packed.offsets.tolist(), scores, forwards[0])
             try:
                 for forward in forwards:
                     schedules.forward = forward
@@ -152,23 +150,19 @@ class OarMegatronMixin(ImportancePass):
         postprocess_micro_batch_func: Any,
     ) -> Any:
         """verl's forward of one micro-batch; in a pass it runs under a tap, whose scalar is the loss."""
-        step = partial(
-            super().forward_step,  # type: ignore[misc]
-            model=model,
-            logits_processor_func=logits_processor_func,
-            postprocess_micro_batch_func=postprocess_micro_batch_func,
-        )
+        functions = logits_processor_func, postprocess_micro_batch_func
+        step: Callable[..., Any] = super().forward_step  # type: ignore[misc]
         schedules = self._schedules
         chunk: GPTModel = unwrapped(model)
         if schedules is None or not (chunk.pre_process or chunk.post_process):
-            return step(batch_iter)
+            return step(batch_iter, model, *functions)
         started = mark()
         micro_batch = next(batch_iter)
         rows = tuple(micro_batch[_ROW].tolist())
         one = self._micro_batch_pass(rows, micro_batch, schedules)
         tap = schedules.taps.tap = one.tap(schedules.forward)
         try:
-            output, _ = step(iter([micro_batch]))
+            output, _ = step(iter([micro_batch]), model, *functions)
         finally:
             schedules.taps.tap = None
         return output, partial(self._finish, schedules, tap, micro_batch, started)
@@ -199,8 +193,7 @@ class OarMegatronMixin(ImportancePass):
         self, rows: tuple[int, ...], micro_batch: TensorDict, schedules: _Schedules
     ) -> MicroBatchPass:
         if rows not in schedules.micro_batches:
-            first = schedules.first
-            place_T = torch.cat([torch.arange(*first[row : row + 2]) for row in rows])
+            place_T = torch.cat([torch.arange(*schedules.first[row : row + 2]) for row in rows])
             packed, layout = packed_of(micro_batch), self._layout(micro_batch)
             schedules.micro_batches[rows] = MicroBatchPass(schedules.request, packed, layout, schedules.scores, place_T)
         return schedules.micro_batches[rows]
@@ -218,9 +211,8 @@ class OarMegatronMixin(ImportancePass):
         vocabulary = VocabularyShard()
         last: GPTModel | None = next((chunk for chunk in map(unwrapped, self.module) if chunk.post_process), None)
         if group.size() > 1 and last is not None:
-            projection: ColumnParallelLinear = last.output_layer
             vocabulary = VocabularyShard(
-                start=group.rank() * projection.output_size_per_partition,
+                start=group.rank() * last.output_layer.output_size_per_partition,
                 total=partial(_all_reduced, group),
                 largest=partial(_all_reduced, group, op=distributed.ReduceOp.MAX),
             )
@@ -235,11 +227,10 @@ class OarMegatronMixin(ImportancePass):
         )
 
     def _local_positions(self, micro_batch: TensorDict) -> tuple[Tensor, int]:
-        """Each packed token's position in this rank's flattened hidden states `[s * b]` (before sequence parallelism).
+        """Each packed token's position in this rank's flattened hidden states `[s * b]` (before sequence parallelism), int64
+        `[T]`, -1 where another context-parallel rank holds the token; and s * b.
 
         It comes from verl's own packing of the numbers 1 .. T in place of token ids; 0 is verl's padding.
-
-        Returns int64 `[T]`, -1 where another context-parallel rank holds the token; and s * b.
         """
         input_ids = micro_batch["input_ids"]
         number_T = torch.arange(1, len(input_ids.values()) + 1)
@@ -288,11 +279,7 @@ class OarMegatronMixin(ImportancePass):
 
 
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
-    """Refuse models that `MegatronTaps` cannot read correctly.
-
-    Raises:
-        UnsupportedModelError: names what is refused, and what to change.
-    """
+    """Refuse models that `MegatronTaps` cannot read correctly. UnsupportedModelError: what is refused, and what to change."""
     for chunk in chunks:
         model: GPTModel = unwrapped(chunk)
         if type(model) is not GPTModel:
@@ -327,10 +314,6 @@ def _all_reduced(group: Any, tensor: Tensor, op: Any = distributed.ReduceOp.SUM)
     return tensor
 
 
-def register() -> None:
-    """Replace verl's Megatron engine in its registry, except on NPUs, where verl's engine is MindSpeed's."""
-    if get_device_name() != "npu":
-        register_engines(OarMegatronMixin, MegatronEngineWithLMHead, "megatron")
-
-
-register()  # at import, like verl's own decorators: either `plugin`'s hook or a program imports this module first
+# At import, like verl's own decorators: either `plugin`'s hook or a program imports this module first.
+if get_device_name() != "npu":  # there verl's engine is MindSpeed's
+    register_engines(OarMegatronMixin, MegatronEngineWithLMHead, "megatron")

@@ -1,20 +1,11 @@
 """The `verl.plugins` entry point: loaded by `import verl` in the driver and in every Ray worker.
 
-It registers:
-* subclasses of the three v1 trainers, which build verl's own class unless the estimator is `oar`;
-* a subclass of `RayPPOTrainer`, which calls only verl's methods unless the estimator is `oar`;
-* subclasses of the FSDP and Megatron engines, which act only on a batch that carries a request;
-* an estimator named `oar`, which `RayPPOTrainer` calls. It raises an explanation if no trainer of ours runs.
+It registers subclasses of verl's trainers and engines, and an estimator `oar`. Every process of a cluster pays for start-up
+time, so a class is registered when verl imports the module with the registry: a hook on that module imports ours.
 
-Every process of a cluster pays for start-up time, so nothing of this happens before verl imports the module with the registry.
-A hook on that module imports ours, which registers its class at its end.
-
-If verl lacks something that a feature hooks (`capabilities`), its own class stays in place without a message, because this
-runs in every process of every run, with OAR or without. The driver of a run with OAR reports it (`settings.resolve_here`,
-and `oar` below).
-
-verl hides a plugin that fails to load (it logs at DEBUG). This module reports its own failures on stderr. It imports only the
-standard library at its top, so that it can.
+Where verl lacks something that a feature hooks (`capabilities`), its own class stays without a message, in every run. The
+driver of a run with OAR reports it (`settings.resolve_here`, and `oar` below). verl hides a plugin that fails to load (it logs
+at DEBUG): this module reports its own failures on stderr, and imports only the standard library at its top, so that it can.
 """
 
 import importlib
@@ -45,11 +36,10 @@ class _WhereRootIsSilent(logging.StreamHandler[Any]):
 def _register(module: str, *features: str) -> None:
     """Import a module of ours, which registers its classes, unless verl lacks what all of these features hook."""
     try:
-        faults = [capabilities.missing(feature) for feature in features]
-        if not all(faults):
-            importlib.import_module(f"oar_plugin.hosts.verl.{module}")
-        else:
+        if all(faults := [capabilities.missing(feature) for feature in features]):
             logger.info("oar_plugin leaves verl's own %s in place: %s", module, "; ".join(sum(faults, ())))
+        else:
+            importlib.import_module(f"oar_plugin.hosts.verl.{module}")
     except Exception as error:  # an unforeseen verl: its runs go on without OAR
         logger.warning("oar_plugin leaves verl's own %s in place, for it does not fit: %r", module, error)
 

@@ -12,7 +12,6 @@ from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm.versions import installed
 
 ESTIMATOR = "oar"
-TRAINER_MODES = tuple(capabilities.TRAINERS)
 RAY_TRAINER = "ray_trainer"  # the feature in `capabilities` of `trainer.use_v1=False`
 # Values of the actor's strategy, and the feature in `capabilities` that each needs.
 STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
@@ -42,7 +41,7 @@ REFUSED = (
     Refused("algorithm.oar.context.truth", (None, "null"), "verl has right answers in reward_model.ground_truth only"),
 )  # fmt: skip
 FUSED_BACKENDS = ("torch", "triton", "liger")
-V1_REFUSED = (Refused("trainer.v1.trainer_mode", TRAINER_MODES, "not supported by OAR"),)
+V1_REFUSED = (Refused("trainer.v1.trainer_mode", tuple(capabilities.TRAINERS), "not supported by OAR"),)
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 MEGATRON_REFUSED = (
@@ -124,11 +123,7 @@ def parsed(algorithm: DictConfig) -> OarConfig:
 
 
 def resolve(config: DictConfig) -> OarConfig:
-    """OAR's settings, after a check of everything in verl's configuration that OAR depends on.
-
-    Raises:
-        OarConfigError: names each key at fault, its value and what is allowed.
-    """
+    """OAR's settings, after a check of everything in verl's configuration that OAR depends on. OarConfigError: it failed."""
     oar = parsed(config.algorithm)
     if faults := list(_faults(config, oar)):
         raise OarConfigError("\n".join(faults))
@@ -136,11 +131,7 @@ def resolve(config: DictConfig) -> OarConfig:
 
 
 def resolve_here(config: DictConfig) -> OarConfig:
-    """`resolve`, after a check that the installed verl has what the configuration needs. For drivers: it imports a lot.
-
-    Raises:
-        OarConfigError: also names what OAR expects of verl, and what verl has.
-    """
+    """`resolve`, and a check that the installed verl has what the configuration needs. For drivers: it imports a lot."""
     oar = resolve(config)
     if faults := list(_unfit(config, oar)):
         raise OarConfigError("\n".join(faults))
@@ -154,18 +145,17 @@ def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
             f"environment variable {name}={value} on every node"
         )
     trainer, strategy = trainer_of(config), config.actor_rollout_ref.actor.strategy
-    # A key, its value, and the feature that each of its possible values needs.
-    choices: list[tuple[str, str, Mapping[str, str]]] = [("actor_rollout_ref.actor.strategy", strategy, STRATEGIES)]
-    if trainer == RAY_TRAINER and OmegaConf.select(config, "trainer.use_v1") is None:
-        choices.append(("algorithm.adv_estimator", ESTIMATOR, {ESTIMATOR: RAY_TRAINER}))
-    elif trainer == RAY_TRAINER:
-        choices.append(("trainer.use_v1", "False", {"False": RAY_TRAINER, "True": "sync"}))
+    # A key with its value -> the feature that each of its possible values needs.
+    choices: dict[tuple[str, str], Mapping[str, str]] = {(f"{_ACTOR}.strategy", strategy): STRATEGIES}
+    if trainer != RAY_TRAINER:
+        choices["trainer.v1.trainer_mode", trainer] = {mode: mode for mode in capabilities.TRAINERS}
+    elif OmegaConf.select(config, "trainer.use_v1") is None:
+        choices["algorithm.adv_estimator", ESTIMATOR] = {ESTIMATOR: RAY_TRAINER}
     else:
-        choices.append(("trainer.v1.trainer_mode", trainer, {mode: mode for mode in TRAINER_MODES}))
+        choices["trainer.use_v1", "False"] = {"False": RAY_TRAINER, "True": "sync"}
     if oar.offloads:
-        backends = {"rollout": "offload", "actor": STRATEGIES[strategy]}
-        choices.append(("algorithm.oar.perturbation.backend", "rollout", backends))
-    for key, value, features in choices:
+        choices["algorithm.oar.perturbation.backend", "rollout"] = {"rollout": "offload", "actor": STRATEGIES[strategy]}
+    for (key, value), features in choices.items():
         if lacking := capabilities.missing(features[value]):
             allowed = [other for other, feature in features.items() if not capabilities.missing(feature)]
             yield (
@@ -216,11 +206,10 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
 
 
 def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
-    """Batches that cannot be split for an interleaved schedule, which takes micro-batches in groups.
-
-    OAR splits the rows of a rank into rows with an advantage and other rows, and both parts need rows for whole groups.
+    """An interleaved schedule takes micro-batches in groups: a rank's rows with an advantage need rows for whole groups, and
+    so do its other rows.
     """
-    rollout, megatron = "actor_rollout_ref.rollout", f"{_ACTOR}.megatron"
+    megatron = f"{_ACTOR}.megatron"
 
     def number(key: str) -> int:
         return int(OmegaConf.select(config, key) or 1)
@@ -233,11 +222,11 @@ def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
     model = stages * number(f"{megatron}.tensor_model_parallel_size") * number(f"{megatron}.context_parallel_size")
     ranks = max(1, number("trainer.nnodes") * number("trainer.n_gpus_per_node") // model)
     # verl pads batches to whole mini-batches.
-    prompts, responses = number(f"{_ACTOR}.ppo_mini_batch_size"), number(f"{rollout}.n")
+    prompts, responses = number(f"{_ACTOR}.ppo_mini_batch_size"), number(f"{_ROLLOUT}.n")
     if prompts * responses % (ranks * group):
         step = math.lcm(ranks * group, responses) // responses
         yield (
-            f"{_ACTOR}.ppo_mini_batch_size={prompts}, times {rollout}.n={responses}, on {ranks} data-parallel ranks: under a "
+            f"{_ACTOR}.ppo_mini_batch_size={prompts}, times {_ROLLOUT}.n={responses}, on {ranks} data-parallel ranks: under a "
             f"virtual pipeline OAR needs a multiple of {group} rows per rank ({group_key}, by default the number of pipeline "
             f"stages); allowed: {_ACTOR}.ppo_mini_batch_size a multiple of {step}"
         )
