@@ -89,18 +89,14 @@ def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None
 
     If the run's GPUs are unknown (not `seen`), the finding is "not checked".
     """
-    from oar_plugin.runs.plan.known import NotCountedError, PlanError, load_model
+    from oar_plugin.runs.plan.known import NotPlannedError, PlanError
     from oar_plugin.runs.plan.planning import Plan
 
     if config.trainer.device == "cpu":
         return None, Finding("memory", "not checked", "the planner supports only GPUs, not trainer.device=cpu")
     try:
-        load_model(str(config.actor_rollout_ref.model.path))
-    except PlanError as error:
-        return None, Finding("memory", "not checked", f"not planned: {error}", "oar plan RECIPE --model NAME")
-    try:
         made = Plan(config, gpu)
-    except NotCountedError as error:
+    except NotPlannedError as error:
         return None, Finding("memory", "not checked", f"not planned: {error}")
     except PlanError as error:
         faults = "; ".join(str(error).splitlines())
@@ -133,7 +129,7 @@ def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
     Raise ValueError if no GPU has this name.
     """
     if local and name is None and memory_gib is None and gpus_here():
-        return min(gpus_here(), key=lambda gpu: gpu.memory)
+        return min(gpus_here(), key=lambda gpu: gpu.memory_gib)
     return choose_gpu(name or "H100-80", memory_gib)
 
 
