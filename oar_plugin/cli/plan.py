@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     shown = table("phase", "GiB of one GPU", "seconds", "share", "parts in GiB")
     for phase in dict.fromkeys((*made.memory, *made.seconds)):
         parts = sorted(((size / GIB, part) for part, size in made.memory.get(phase, {}).items()), reverse=True)
-        gib, seconds = in_gib(made.range.get(phase, ())), made.seconds.get(phase, 0.0)
         text = ", ".join(f"{part} {size:.1f}" for size, part in parts if size > 0.05)
+        gib, seconds = in_gib(made.range[phase]) if parts else "", made.seconds.get(phase, 0.0)
         shown.add_row(phase, gib, f"{seconds:.1f}", f"{seconds / made.step:.1%}", text)
     out = console(highlight=False)
     out.print(shown)

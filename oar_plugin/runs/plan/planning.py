@@ -60,6 +60,12 @@ class Plan:
         self.group = f"{ACTOR}.megatron" if self.megatron else f"{ACTOR}.fsdp_config"
         self.engine = OmegaConf.select(config, self.group)
         self.settings = resolve(config) if switched_on(config) else None  # None for a run without OAR
+        self.extra_forwards = 0  # of importance, besides the log-prob pass
+        if self.settings is not None:
+            importance, replay = self.settings.importance_object, OmegaConf.select(self.engine, "router_replay.mode")
+            # For router replay verl records routes in a forward without a backward.
+            recording = replay == "R2" and any(one.backward is not None for one in importance.forwards(1)[:1])
+            self.extra_forwards = self.settings.extra_forwards + len(importance.contexts) + recording
         # The work of a step.
         self.sequences: int = data.train_batch_size * self.rollout.n
         self.updates: int = max(1, data.train_batch_size // self.actor.ppo_mini_batch_size) * self.actor.ppo_epochs
@@ -86,11 +92,16 @@ class Plan:
         # In `separate_async` engines have GPUs of their own besides, and generation overlaps with training.
         self.dedicated, self.engine_tp = trainer_of(config) == "separate_async", self.rollout.tensor_model_parallel_size
         self.rollout_gpus: int = self.rollout.nnodes * self.rollout.n_gpus_per_node if self.dedicated else self.gpus
-        layout = f"tensor {self.tp} x pipeline {self.pp} x context {self.cp} = {(ranks := self.tp * self.pp * self.cp)}"
-        rule = "must divide the {} GPUs of trainer.nnodes x trainer.n_gpus_per_node"
-        if self.gpus % ranks or self.gpus % (self.pp * self.ep * self.etp):
-            raise PlanError(f"{self.group}: {layout}: {rule.format(self.gpus)}")
-        self.dp = self.gpus // (self.tp * self.pp * self.cp)
+        ranks = self.tp * self.pp * self.cp
+        left = {
+            f"{self.group}: tensor {self.tp} x pipeline {self.pp} x context {self.cp} = {ranks}": self.gpus % ranks,
+            f"{self.group}: pipeline {self.pp} x expert {self.ep}": self.gpus % (self.pp * self.ep * self.etp),
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={self.engine_tp}": self.rollout_gpus
+            % self.engine_tp,
+        }
+        for what in (what for what, rest in left.items() if rest):
+            raise PlanError(f"{what}: must divide the {self.gpus} GPUs of trainer.nnodes x trainer.n_gpus_per_node")
+        self.dp = self.gpus // ranks
         # Bytes of a stored weight; under FSDP also of its gradient and of each Adam moment.
         self.weight = 4 if not self.megatron and self.engine.model_dtype == "fp32" else HALF
         self.counted = {"model": self.model.dimensions, "recompute": self.recompute, "lora_rank": host.model.lora_rank}
@@ -101,10 +112,13 @@ class Plan:
         heads = max(1, self.model.num_key_value_heads // self.engine_tp)
         self.cache_bytes = 2.0 * self.model.num_hidden_layers * heads * self.model.head_dim * HALF
         self.cached_tokens = engine_memory(self)["KV cache"] / self.cache_bytes
-
+        # What is projected.
         self.memory = step_memory(self)  # phase -> part -> bytes on one GPU
         # Phase -> bytes: (projected, with what fragmentation and libraries may add); free bytes: (least, most).
-        self.range = {phase: _range(parts) for phase, parts in self.memory.items()}
+        share, fixed = hardware.FRAGMENTATION, hardware.WORKSPACES
+        more = {phase: fixed + share * of[TEMPORARY] for phase, of in self.memory.items() if TEMPORARY in of}
+        sums = {phase: sum(parts.values()) for phase, parts in self.memory.items()}
+        self.range = {phase: (least, least + more.get(phase, 0.0)) for phase, least in sums.items()}
         total, (least, most) = self.gpu.memory_gib * GIB, (max(x) for x in zip(*self.range.values(), strict=True))
         self.headroom = total - most, total - least
         # Sequences of maximum length that one engine's cache holds; and the phase that comes closest to all memory.
@@ -112,6 +126,10 @@ class Plan:
         self.peak = max(self.range, key=lambda phase: self.range[phase][self.headroom[1] >= 0])
         self.fits = self.headroom[1] >= 0 and self.cached >= 1
         self.verdict = "does not fit" if not self.fits else "fits tightly" if self.headroom[0] < 0 else "fits"
+        cache = "" if self.cached >= 1 else "; vLLM's cache holds less than one sequence"
+        self.margin = f"{in_gib(self.range[self.peak])} of {self.gpu.memory_gib:g} GiB in {self.peak}{cache}"
+        keys = f"{self.group}.optimizer_offload=True, a smaller {ACTOR}.ppo_max_token_len_per_gpu"
+        self.advice = f"try {keys}, or more trainer.nnodes"
         self.flops = step_flops(self)  # phase -> FLOPs of one step, over all GPUs
         self.seconds = step_seconds(self, EXPECTED)  # phase -> seconds of one step
         self.oar = sum(self.seconds.get(phase, 0.0) for phase in OAR)
@@ -157,17 +175,6 @@ class Plan:
         return (steps + self.validations * validation) / 3600
 
     @property
-    def margin(self) -> str:
-        """How much memory the largest phase needs."""
-        cache = "" if self.cached >= 1 else "; vLLM's cache holds less than one sequence"
-        return f"{in_gib(self.range[self.peak])} of {self.gpu.memory_gib:g} GiB in {self.peak}{cache}"
-
-    @property
-    def advice(self) -> str:
-        """The keys that change how much memory a run needs; recipes/README.md says what each does."""
-        return f"try {self.group}.optimizer_offload=True, a smaller {ACTOR}.ppo_max_token_len_per_gpu, or more trainer.nnodes"
-
-    @property
     def summary(self) -> str:
         """A sentence with the steps, hours and GPU-hours of the run."""
         if self.hours is None:
@@ -183,15 +190,13 @@ class Plan:
     def sentences(self) -> list[str]:
         """What is projected and assumed, and the verdict with what to try."""
         shares = ", ".join(f"{name} {value:.0%}" for name, value in list(vars(EXPECTED).items())[:4])
-        adds = (
-            f"OAR ({self.settings.importance}) adds {self.oar:.1f} s to a step: " if self.settings else "Without OAR: "
-        )
+        adds = f"OAR ({self.settings.importance}) adds {self.oar:.1f} s: " if self.settings else ""
         return [
             f"{self.gpu.name} ({self.gpu.memory_gib:g} GiB), projected, not measured. {self.model.name}: "
             f"{self.parameters['all'] / 1e9:.2f}B parameters on {self.gpus} GPUs, data parallel {self.dp}; an engine's cache "
             f"holds {self.cached:.0f} sequences of maximum length.",
-            f"{adds}{self.to_grpo:.2f} x the same step of GRPO, {self.step:.1f} s, with {self.scored_share:.0%} of the "
-            "responses scored (--scored-share).",
+            f"A step takes {self.step:.1f} s. {adds}{self.to_grpo:.2f} x the same step of GRPO, "
+            f"with {self.scored_share:.0%} of the responses scored (--scored-share).",
             self.summary,
             f"Assumed: responses of {self.mean_response:.0f} tokens (--response-length), prompts of {self.mean_prompt:.0f}; "
             f"shares of the datasheet: {shares}. No run on GPUs was measured.",
@@ -202,9 +207,6 @@ class Plan:
 def in_gib(sizes: tuple[float, float], digits: int = 1) -> str:
     """Return the least and the most number of bytes in GiB: one number if both are the same."""
     return " to ".join(dict.fromkeys(f"{size / GIB:.{digits}f}" for size in sizes))
-
-
-# ---- memory
 
 
 def step_memory(p: Plan) -> dict[str, Parts]:
@@ -224,11 +226,6 @@ def step_memory(p: Plan) -> dict[str, Parts]:
         size = _temporary(p, phase, p.micro_batch(True) < p.micro_batch(False))
         phases[IMPORTANCE] = waiting | other | {TEMPORARY: size}
     return phases | {UPDATE: updating | other | {TEMPORARY: _temporary(p, UPDATE, True)}}
-
-
-def _range(parts: Parts) -> tuple[float, float]:
-    least, temporary = sum(parts.values()), parts.get(TEMPORARY)
-    return least, least + (0.0 if temporary is None else hardware.WORKSPACES + hardware.FRAGMENTATION * temporary)
 
 
 def local_parameters(p: Plan) -> dict[int, float]:
@@ -289,9 +286,6 @@ def _temporary(p: Plan, phase: str, update: bool) -> float:
     return (kept + max(entry * (1 + trained) + logits, going_back)) * p.micro_batch(update)
 
 
-# ---- FLOPs and seconds
-
-
 def step_flops(p: Plan) -> Parts:
     """Return phase -> FLOPs over all GPUs. OAR's phases count only the part of a pass that runs."""
     passed, layers = p.flops_of(LOG_PROB, p.length), p.flops_of("layers", p.length)
@@ -308,7 +302,7 @@ def step_flops(p: Plan) -> Parts:
     answer = 1 if oar.probe == "last" else hardware.ANSWER  # rows that the probe reads
     importance, reasoning = oar.importance_object, max(1.0, p.mean_response - answer)
     rows = {"reasoning": reasoning, "later": reasoning + answer}
-    added = _forwards(p) * layers + oar.backwards * (p.flops_of("importance", p.length) - passed)
+    added = p.extra_forwards * layers + oar.backwards * (p.flops_of("importance", p.length) - passed)
     added += oar.num_draws * 2 * p.flops_of("head", sum(rows.get(one.rows, answer) for one in importance.backwards))
     if importance.reads and not any(backward.of_reasoning for backward in importance.backwards):
         added += p.flops_of("head", reasoning)
@@ -322,14 +316,6 @@ def step_flops(p: Plan) -> Parts:
         copy = p.flops_of("layers", p.length, start) + p.flops_of("head", answer)
         flops[COPIES] = p.sequences * p.scored_share * (number * copy + layers)
     return flops
-
-
-def _forwards(p: Plan) -> int:
-    """Return the forwards of importance besides the log-prob pass. For router replay verl records routes in one more."""
-    importance = p.settings.importance_object
-    replay = OmegaConf.select(p.engine, "router_replay.mode") == "R2"
-    recording = replay and any(one.backward is not None for one in importance.forwards(1)[:1])
-    return p.settings.extra_forwards + len(importance.contexts) + recording
 
 
 def step_seconds(p: Plan, efficiency: Efficiency) -> Parts:
@@ -357,7 +343,7 @@ def step_seconds(p: Plan, efficiency: Efficiency) -> Parts:
     if oar is not None:
         if IMPORTANCE in flops:
             rate = efficiency.training if oar.backwards else efficiency.inference
-            seconds[IMPORTANCE] = trainer(IMPORTANCE, rate, p.scored_share, _forwards(p), oar.backwards)
+            seconds[IMPORTANCE] = trainer(IMPORTANCE, rate, p.scored_share, p.extra_forwards, oar.backwards)
         if COPIES in flops:
             hidden = oar.perturbation.share_while_generating * seconds[GENERATION] if oar.offloads else 0.0
             gpus = p.rollout_gpus if oar.offloads else p.gpus

@@ -67,7 +67,7 @@ REWARD = "reward.custom_reward_function"
         ({f"{REWARD}.path": "HERE/reward.py"}, "reward", "reward.py: cannot be imported: ModuleNotFoundError: No"),
         ({f"{REWARD}.path": "HERE/exits.py"}, "reward", "cannot be imported: SystemExit: 3"),
         ({f"{REWARD}.name": "nope"}, "reward", "nope"),
-        ({"actor_rollout_ref.actor.ppo_mini_batch_size": 100}, "layout", "ppo_mini_batch_size=100: allowed: 1, 2, 4"),
+        ({"actor_rollout_ref.rollout.tensor_model_parallel_size": 16}, "layout", "parallel_size=16: must divide the 8"),
         ({"trainer.n_gpus_per_node": 16}, "GPUs", "the recipe needs 16 GPUs, this machine has 8"),
         ({"trainer.logger": ["console", "no_such_logger"]}, "trainer.logger", "no_such_logger is not installed"),
     ],
