@@ -103,6 +103,7 @@ def test_overrides_may_stand_behind_options(capsys):
     [
         ("nothing", "recipes: qwen2_5_0_5b_gsm8k"),
         (f"{RECIPE} --gpu abacus", "allowed: L4-24"),
+        (f"{RECIPE} --response-length 9999", "--response-length 9999: must be at most 2048"),
         (f"{RECIPE} actor_rollout_ref.rollout.dtype=fp8", "rollout.dtype=fp8; only bfloat16"),
         (f"{RECIPE} algorithm.oar.tau=2", "algorithm.oar.tau=2: Input should be less than or equal to 1"),
         (

@@ -72,6 +72,8 @@ class Plan:
         self.max_length: int = data.max_prompt_length + data.max_response_length
         self.mean_prompt = data.max_prompt_length * hardware.MEAN_PROMPT
         self.mean_response = float(response or data.max_response_length * hardware.MEAN_RESPONSE)
+        if self.mean_response > data.max_response_length:
+            raise PlanError(f"--response-length {response:g}: must be at most {data.max_response_length}")
         self.length = self.mean_prompt + self.mean_response
         # algorithm.filter_groups replaces groups without an advantage, assumed in one more round, and scores the whole batch.
         filtered = bool(OmegaConf.select(config, "algorithm.filter_groups.enable"))
