@@ -81,5 +81,5 @@ def planned(config: DictConfig, mode: str, gpus: int) -> dict[str, Any]:
         plan = Plan(changed, GPU)
     except PlanError as error:
         return row | {"problem": str(error).splitlines()[-1]}
-    row |= {"sequences": plan.setup.sequences, "data": plan.setup.dp, "memory": plan.verdict, "seconds": plan.seconds}
+    row |= {"sequences": plan.sequences, "data": plan.dp, "memory": plan.verdict, "seconds": plan.seconds}
     return row | {STEP: plan.to_grpo, MEASURED: 1 + plan.oar / (plan.seconds[LOG_PROB] + plan.seconds[UPDATE])}

@@ -101,7 +101,7 @@ def test_a_fault_of_the_user_is_a_message_that_names_it(words, status, said, fol
             ["recipes"],
             "qwen2_5_7b_lora Qwen2.5-7B with LoRA on GSM8K and MATH one node with 8 GPUs of 40 GB or more FSDP2",
         ),
-        (["plan", RECIPE], "generation 59.1 KV cache 37.8, vLLM 9.6, optimizer 7.1, weights 3.5, other 1.0"),
+        (["plan", RECIPE], "generation 59.1 21.9 25.8% KV cache 37.8, vLLM 9.6, optimizer 7.1, weights 3.5, other 1.0"),
     ],
     ids=["recipes", "plan"],
 )
@@ -152,7 +152,7 @@ def test_a_model_that_is_not_known_is_said_without_a_network(capsys, monkeypatch
 
     monkeypatch.setattr(socket, "getaddrinfo", connect)
     assert main(["plan", RECIPE, "actor_rollout_ref.model.path=nobody/Model-7B"]) == 2
-    assert "--model names one of" in capsys.readouterr().err
+    assert "its last part must be one of Qwen2.5-0.5B" in capsys.readouterr().err
 
 
 def test_a_shell_can_complete_every_command():

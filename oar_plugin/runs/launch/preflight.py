@@ -71,18 +71,14 @@ def strings(config: DictConfig, key: str) -> list[str]:
 
 def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None, Finding]:
     """Return the plan and the finding about layout and memory; "not checked" if the run's GPUs are unknown (not `seen`)."""
-    from oar_plugin.runs.plan.known import NotCountedError, PlanError, load_model
+    from oar_plugin.runs.plan.known import NotPlannedError, PlanError
     from oar_plugin.runs.plan.planning import Plan
 
     if config.trainer.device == "cpu":
         return None, Finding("memory", "not checked", "the planner supports only GPUs, not trainer.device=cpu")
     try:
-        load_model(str(config.actor_rollout_ref.model.path))
-    except PlanError as error:
-        return None, Finding("memory", "not checked", f"not planned: {error}", "oar plan RECIPE --model NAME")
-    try:
         made = Plan(config, gpu)
-    except NotCountedError as error:
+    except NotPlannedError as error:
         return None, Finding("memory", "not checked", f"not planned: {error}")
     except PlanError as error:
         return None, Finding("layout", "missing", "; ".join(str(error).splitlines()))

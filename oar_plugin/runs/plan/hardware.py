@@ -16,10 +16,6 @@ class Gpu:
     link: float  # between two GPUs of a node, 1e9 bytes per second and direction
     network: float  # between nodes, 1e9 bytes per second and direction, one adapter per GPU
 
-    @property
-    def memory(self) -> float:
-        return self.memory_gib * GIB
-
 
 GPUS = {
     "L4-24": Gpu("NVIDIA L4 24 GB", 22.0, 121, 300, 32, 25),
@@ -63,7 +59,6 @@ ANSWER = 8  # tokens per answer
 # Per response token, with padding, on one core (AMD EPYC; benchmarks/results/driver.md): the gate on each actor rank's CPU, and
 # the multiplication by verl's driver.
 GATE_SECONDS_PER_TOKEN, DRIVER_SECONDS_PER_TOKEN = 7.8e-8, 1.5e-9
-CONTEXT = 1.0 * GIB  # CUDA contexts of trainer and engine, and NCCL buffers
-ENGINE_OVERHEAD = 1.0 * GIB  # CUDA graphs and workspaces inside vLLM's share
+CONTEXT = ENGINE_OVERHEAD = 1.0 * GIB  # CUDA contexts and NCCL buffers; CUDA graphs and workspaces inside vLLM's share
 # What a trainer's phase may need besides: workspaces of libraries, and fragmentation, as a share of the temporary tensors.
 WORKSPACES, FRAGMENTATION = 1.0 * GIB, 0.15

@@ -15,10 +15,14 @@ COUNTS: dict[str, Any] = json.loads(Path(__file__).with_name("counts.json").read
 
 
 class PlanError(ValueError):
-    """The model is unknown, or the configuration cannot run. The message has a line per fault, with the allowed values."""
+    """The configuration cannot run on its GPUs."""
 
 
-class NotCountedError(PlanError):
+class NotPlannedError(PlanError):
+    """It may run; the planner does not know its model, or the value of a key."""
+
+
+class NotCountedError(NotPlannedError):
     """No counts of a `shape` are shipped; `kind` is "Work" or "Memory", which `benchmarks/count/shapes.py` defines."""
 
     def __init__(self, kind: str, shape: Mapping[str, Any]) -> None:
@@ -46,21 +50,16 @@ def name_of(kind: str, shape: Mapping[str, Any]) -> str:
 
 @cache
 def load_model(name: str) -> SimpleNamespace:
-    """Return the sizes of a known model, as its config.json names them, and `dimensions`, of which counts depend.
-
-    Raise PlanError if the last part of the name, without variants as "Instruct", is not known.
-    """
+    """Return the sizes of a known model, as its config.json names them, and `dimensions`, of which counts depend."""
     words = name.rstrip("/").split("/")[-1].removeprefix("Meta-").split("-")
-    sizes = KNOWN["models"].get("-".join(word for word in words if word not in KNOWN["variants"]))
-    if sizes is None:
+    if (short := "-".join(word for word in words if word not in KNOWN["variants"])) not in KNOWN["models"]:
         known = ", ".join(KNOWN["models"])
-        raise PlanError(
-            f"actor_rollout_ref.model.path={name}: no model that is known here; --model names one of {known}"
-        )
-    values = dict(zip(KNOWN["columns"], sizes, strict=True)) | KNOWN["families"][sizes[0]]
-    positions = [limit for word in words if words[0] != "Llama" and (limit := KNOWN["variants"].get(word)) is not None]
-    values["max_position_embeddings"] = min(positions, default=values["max_position_embeddings"])
+        raise NotPlannedError(f"actor_rollout_ref.model.path={name}; its last part must be one of {known}")
+    values = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0)
+    values |= zip(KNOWN["columns"], KNOWN["models"][short], strict=True)
+    values |= KNOWN["families"][values["model_type"]]
     values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-    counted = {key: value for key, value in values.items() if value and key not in KNOWN["uncounted"]}
-    experts = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0)
-    return SimpleNamespace(name=name, dimensions=json.dumps(counted, sort_keys=True), **experts | values)
+    counted = {key: value for key, value in values.items() if value and key != "num_hidden_layers"}
+    # Width of the MLP; in a mixture of experts, the summed width of one token's experts.
+    inner = values["num_experts_per_tok"] * values["moe_intermediate_size"] or values["intermediate_size"]
+    return SimpleNamespace(name=name, inner=inner, dimensions=json.dumps(counted, sort_keys=True), **values)

@@ -65,7 +65,7 @@ REWARD = "reward.custom_reward_function"
         ({f"{REWARD}.path": "HERE/reward.py"}, "reward", "reward.py: cannot be imported: ModuleNotFoundError: No"),
         ({f"{REWARD}.path": "HERE/exits.py"}, "reward", "cannot be imported: SystemExit: 3"),
         ({f"{REWARD}.name": "nope"}, "reward", "nope"),
-        ({"actor_rollout_ref.actor.ppo_mini_batch_size": 100}, "layout", "ppo_mini_batch_size=100: allowed: 1, 2, 4"),
+        ({"actor_rollout_ref.rollout.tensor_model_parallel_size": 16}, "layout", "parallel_size=16: must divide the 8"),
     ],
 )
 def test_what_would_end_a_run_is_missing(ready, tmp_path, changes, subject, said):
