@@ -2,11 +2,10 @@
 
 A gate takes `importance_BL`, the bool `reasoning_BL`, and those of `tau` in [0, 1], `beta` >= 0 and `floor` in (0, 1] that it
 uses. Importance is finite and above -1 at reasoning tokens; other values are ignored. The gate returns float32 weights `[B, L]`
-that average 1 over the reasoning tokens of each response and are 1 at all other tokens. A response's weights must not depend on
-other responses: each rank calls the gate with its own responses, padded on the right.
+that average 1 over the reasoning tokens of each response and are 1 elsewhere, whatever other responses or padding there are.
 
-To use your own gate: `algorithm.oar.gate=python:my_package.my_module:my_gate`. To add a gate to the package: its function, a
-line in `GATES`, and its copy in `page/inspector.js`.
+Your own: `algorithm.oar.gate=python:my_package.my_module:my_gate`. One of the package's: its function, a line in `GATES`, and
+its copy in `page/inspector.js`.
 """
 
 import inspect

@@ -1,14 +1,10 @@
 """Which masked copies of a response to run, and how their scores become importance (`importance=oar_p`, `hybrid`).
 
-`oar_plugin.credit.importance.oar_p` defines the score of a copy. A *unit* is the tokens that one copy replaces: one token, or
-up to `span` consecutive tokens, which share the score evenly. With a `budget` only some units get a copy of their own:
-* By gradient (`hybrid`, in the actor): the units with the largest gradient score.
-* By blocks (`oar_p` on the rollout engines, which have no gradient, and `span_masking`): first each block of eight units is
-  replaced as a whole, then the units of the blocks that moved the answer most, until the budget is used up.
-
-Every other unit gets an estimate in nats: its gradient score (or its share of its block's score) times the median ratio of
-exact to estimated scores over the units with a copy, and at most the largest exact score. So units without a copy keep their
-order. With a ratio of sums instead of the median, a single token with most of the importance would set the scale of all units.
+A *unit* is the tokens that one copy replaces: up to `span` consecutive ones, which share its score evenly. With a `budget` only
+some units get a copy: those with the largest gradient score (`hybrid`), or, without a gradient, those of the blocks of eight
+units that moved the answer most when replaced as a whole. Any other unit gets its gradient score (or its share of its block's
+score) times the median ratio of exact to estimated scores, and at most the largest exact score, so that such units keep their
+order. With a ratio of sums, a single token with most of the importance would set the scale of all units.
 """
 
 import math

@@ -1,15 +1,9 @@
-"""Outcome probes: from the logits at the answer's positions to the model's answer distribution.
+"""Outcome probes (arXiv 2601.07408): from the logits at the answer's positions to the model's answer distribution.
 
-Let `z_p` be the logits at position `p` (they predict token `p + 1`) and `a_1 .. a_m` the answer's positions. The three
-probes of arXiv 2601.07408 use the rows `z_{a_1 - 1} .. z_{a_m - 1}`:
-
-| here           | in the paper | outcome                                                        |
-|----------------|--------------|----------------------------------------------------------------|
-| `last`         | LT-Logits    | softmax of the first row alone                                 |
-| `answer_mean`  | AS-Mean      | softmax of the *mean of the rows* (the answer teacher-forced)  |
-| `answer_joint` | AS-Joint     | the scalar mean over rows of `log p(a_j)`                      |
-
-`last` and `answer_mean` pool the rows of a response into one logit vector; `answer_joint` keeps every row.
+With the rows of logits `z_{a_j - 1}`, which predict the answer's tokens `a_1 .. a_m`, the outcome is
+* `last` (LT-Logits): the softmax of the first row alone;
+* `answer_mean` (AS-Mean): the softmax of the *mean of the rows* (the answer teacher-forced);
+* `answer_joint` (AS-Joint): the scalar mean over rows of `log p(a_j)`. It alone keeps every row; the others pool them.
 """
 
 from typing import Literal, get_args

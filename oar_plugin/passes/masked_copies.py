@@ -1,10 +1,9 @@
 """Runs the masked copies of OAR-P through a HuggingFace causal LM, plain or wrapped by FSDP.
 
-A masked copy is a response with some reasoning tokens replaced; these tokens are a unit. The score of the unit says how far the
-copy moves the model's answer distribution. All copies of a response have the same length, so a forward runs a group of them
-without padding. If the cache keeps keys and values of all positions, the copies of a group share a prefix: the tokens before
-the first replaced one. A forward without replacements fills the cache, and the copies compute only the tokens after the prefix.
-Only the rows of the answer are projected to logits. Shape suffixes: K copies, m answer rows of one copy, R replaced positions.
+A masked copy is a response with a unit of tokens replaced. All copies of a response have the same length, so a forward runs a
+group of them without padding. If the cache keeps keys and values of all positions, a group computes only the tokens from its
+first replaced one; a forward without replacements fills the cache. Only the rows of the answer are projected to logits.
+Shape suffixes: K copies, m answer rows of one copy, R replaced positions.
 """
 
 import functools
@@ -107,10 +106,10 @@ class MaskedCopies:
         for _ in range(1 if request.config.budget == 1 or copies.by_gradient else 2):
             under_way = {row: search for row, search in searches.items() if search.wanted}
             forwards = self.forwards([(candidates[row], search.wanted) for row, search in under_way.items()])
-            most = max_over_ranks(forwards)
+            idle = max_over_ranks(forwards) - forwards
             for row, search in under_way.items():
                 search.send(self.run(candidates[row], search.wanted))
-            for _ in range(most - forwards):
+            for _ in range(idle):
                 self.idle()
         return {row: search.importance.float() for row, search in searches.items() if search.importance is not None}
 

@@ -1,9 +1,8 @@
 """The class `Importance`: how much each reasoning token of a response matters. Engines, planner and messages need nothing else.
 
-An importance with gradients has one or more `Backward`s. Each starts from the scalar `J = sum(coefficients * logits)`, with
-fixed coefficients, and ends at the input embeddings; `score` makes one number per token of gradient and embedding. `combine`
-makes the importance of these numbers. `oar_plugin.passes` runs the model. Because coefficients are fixed, no graph over the
-vocabulary is needed, and each rank adds its part of the rows or columns.
+Each `Backward` starts from the scalar `J = sum(coefficients * logits)`, whose coefficients are fixed, so that no graph over the
+vocabulary is needed, and each rank adds its part of the rows or columns. It ends at the input embeddings. `score` makes one
+number per token of gradient and embedding, `combine` the importance of these numbers. `oar_plugin.passes` runs the model.
 
 Shape suffixes: N rows, V vocabulary, T tokens, H hidden size, K backwards, B responses, L longest response.
 """
