@@ -8,7 +8,7 @@ of a multi-byte character).
 import enum
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -50,7 +50,7 @@ class AnswerSpan(NamedTuple):
 # A user's own callable may return an AnswerSpan, (start, end), (marker_start, start, end), or None.
 AnswerFinder: TypeAlias = Callable[[str], tuple[int, int] | tuple[int, int, int] | None]
 
-_Candidates: TypeAlias = Callable[[str], Iterator[AnswerSpan]]
+_Candidates: TypeAlias = Callable[[str], Iterable[AnswerSpan]]
 
 # A longer "answer" in running text is an argument, not an answer. Without a limit, a response that repeats "the answer is"
 # would take quadratic time.
@@ -210,12 +210,7 @@ def _candidates_of(pattern: str) -> _Candidates:
             raise ValueError(f"answer pattern {pattern!r}: {error}") from error
         if not callable(function):
             raise ValueError(f"answer pattern {pattern!r}: it is not callable")
-
-        def candidates(text: str) -> Iterator[AnswerSpan]:
-            if span := _call(function, text):
-                yield span
-
-        return candidates
+        return lambda text: [span] if (span := _call(function, text)) else []
     raise ValueError(
         f"answer pattern {pattern!r} is unknown; allowed are {', '.join(_NAMED)}, "
         "regex:<expression> and python:<module>:<function>"

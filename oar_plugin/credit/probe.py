@@ -19,16 +19,13 @@ class AnswerRows:
     """The rows of logits that a probe uses in a packed micro-batch. A sequence-parallel rank has only those that it holds.
 
     Args:
-        table_5N: int64, one tensor, which one copy takes to the device. Its rows: `position_N`, `response_N`, `ordinal_N`,
-            `token_N`, and the number of rows that the probe uses in the row's response, over all ranks.
+        table_5N: int64, one tensor, which one copy takes to the device. Its rows:
+            `position_N`: packed position of the row, one before the answer token;
+            `response_N`: index of the row's response in `[0, num_responses)`;
+            `ordinal_N`: place of the row in its answer, from 0;
+            `token_N`: the answer token that the row predicts;
+            and the number of rows that the probe uses in the row's response, over all ranks, the inverse of `share_N`.
         num_responses: of the micro-batch, with or without an answer.
-
-    Attributes:
-        position_N: packed position of the row, one before the answer token.
-        response_N: index of the row's response in `[0, num_responses)`.
-        ordinal_N: place of the row in its answer; 0 for the first answer token.
-        token_N: the answer token that the row predicts.
-        share_N: weight of the row in the pooled logits, float32; 1 in total over all ranks.
     """
 
     def __init__(self, table_5N: Tensor, num_responses: int) -> None:

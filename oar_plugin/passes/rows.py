@@ -2,8 +2,7 @@
 
 There may be thousands of rows, so their logits are computed in chunks and not kept. With fixed coefficients `c`, a chunk's
 gradient at the hidden states is `W^T c`, with the projection's weights `W`; `W^T (f'(z) c)` if the model changes its logits
-`z` by a function `f`. The graph holds only the product of this gradient with the hidden states, `[N, H]`, and `W` is needed in
-the forward alone.
+`z` by a function `f`. The graph holds only this gradient times the hidden states, `[N, H]`; only the forward needs `W`.
 """
 
 from collections.abc import Callable

@@ -43,13 +43,11 @@ def segment_rows(
 ) -> tuple[list[Tensor], Tensor]:
     """Returns the segments of each response, int8 `[L_i]`, and int64 `[B]` of `Status`.
 
-    A row has a response's tokens, a bool mask of the model's own tokens, and whether to score the response. The segments of a
-    response that is not scored are OUTSIDE. `eos_ids` are the tokens that end a response.
+    A row has a response's tokens, a bool mask of the model's own tokens, and whether to score the response. `eos_ids` are the
+    tokens that end a response.
     """
-    finder, longest = (
-        make_finder(request.config.answer_patterns),
-        (request.max_response_length, request.config.max_answer_tokens),
-    )
+    finder = make_finder(request.config.answer_patterns)
+    longest = request.max_response_length, request.config.max_answer_tokens
     segments, status, lost = [], [], LostTime()
     for ids, own, needed in rows:
         segments_L, state = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED
@@ -62,10 +60,8 @@ def segment_rows(
 
 def end_of_sequence_tokens(tokenizer: Any, generation_config: Any) -> set[int]:
     """Tokens that end a response: the tokenizer's, and those of the model's generation config."""
-    tokens = {tokenizer.eos_token_id}
     generation = getattr(generation_config, "eos_token_id", None)
-    tokens.update(generation if isinstance(generation, list) else [generation])
-    return {token for token in tokens if token is not None}
+    return {tokenizer.eos_token_id, *(generation if isinstance(generation, list) else [generation])} - {None}
 
 
 def segment_response(
