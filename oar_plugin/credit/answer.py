@@ -17,8 +17,7 @@ import regex
 
 from oar_plugin.credit import imported
 
-PATTERN_SECONDS = 2.0
-"""Longest CPU time of a user's regular expression on one text; ordinary expressions take milliseconds."""
+PATTERN_SECONDS = 2.0  # of a user's regular expression on one text; ordinary expressions take milliseconds
 
 
 class Segment(enum.IntEnum):

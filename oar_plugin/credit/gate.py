@@ -19,8 +19,7 @@ from torch.nn.functional import pad
 
 from oar_plugin.credit import imported
 
-SETTINGS = ("tau", "beta", "floor")
-"""The settings that a gate can take, in the order of its arguments."""
+SETTINGS = "tau", "beta", "floor"  # that a gate can take, in the order of its arguments
 
 
 def bi_level(
@@ -30,8 +29,7 @@ def bi_level(
 
     Per response with `R` reasoning tokens and importance `I`:
     1. `s = log1p(I)`, scaled so that the minimum is 0 and the maximum 1. If all `I` are equal, `s = 0`.
-    2. `q` is the tau-quantile of `s`, with linear interpolation. (The published code overwrites tau with `q`, so tau differs
-       between responses. Here it does not.)
+    2. `q` is the tau-quantile of `s`, with linear interpolation. (The published code overwrites tau with `q`.)
     3. `w = max(s / q, floor)` where `s < q`; `w = 1 + beta (s - q) / (1 - q)` where `s >= q`.
     4. `w` is multiplied by `R / sum(w)`.
 
@@ -66,8 +64,8 @@ def bi_level(
 def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.85, beta: float = 2.0) -> Tensor:
     """Weight `1 + beta` at and above the tau-quantile of importance, 1 below it; then scaled to average 1. Not in the paper.
 
-    Only the order of importance matters, so outliers do not change the weights. Tokens with the response's minimum importance
-    always get weight 1. Without this rule, all tokens would get `1 + beta` if the quantile is the minimum.
+    Only the order of importance matters. Tokens with the response's minimum importance always get weight 1. Without this rule,
+    all tokens would get `1 + beta` if the quantile is the minimum.
     """
     above_BL = _above(importance_BL, reasoning_BL, tau)
     weight_BL = 1 + beta * above_BL.double()
@@ -79,10 +77,9 @@ def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.85, be
 def top_only(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.8) -> Tensor:
     """Weight 0 below the tau-quantile of importance, equal weights at and above it: only the top tokens are learned from.
 
-    With `importance=entropy` it is the "80/20 rule" of arXiv 2506.01939: the policy gradient of the fifth of the tokens with
-    the highest entropy. There the quantile is that of the batch, and the answer is treated like all other tokens; here it is
-    that of the response's reasoning tokens, and other tokens keep weight 1. Tokens with the response's minimum importance
-    always get weight 0, unless all are equal.
+    With `importance=entropy` it is the "80/20 rule" of arXiv 2506.01939, whose quantile is that of the batch, with the answer.
+    Here it is that of the response's reasoning tokens, and other tokens keep weight 1. Tokens with the response's minimum
+    importance always get weight 0, unless all are equal.
     """
     above_BL = _above(importance_BL, reasoning_BL, tau)
     kept_B1 = above_BL.sum(-1, keepdim=True)
@@ -93,8 +90,8 @@ def top_only(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.8) -> T
 def z_score(importance_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
     """The map of GRAIL (arXiv 2606.04889), for `importance=grail`: standardized logarithm of importance, clipped.
 
-    Per response, `z` is `log(I + 1e-8)` less its mean, divided by its standard deviation; `w = clip(1 + z / 2, 1/2, 5)`. The
-    constants are those of the published configuration. There the weights stay as they are, here they are scaled to average 1.
+    Per response, `z` is `log(I + 1e-8)` less its mean, divided by its standard deviation; `w = clip(1 + z / 2, 1/2, 5)`, with
+    the published constants. There the weights stay as they are, here they are scaled to average 1.
     """
     count_B1, outside_BL = reasoning_BL.sum(-1, keepdim=True).clamp_min(1), ~reasoning_BL
     log_BL = importance_BL.double().clamp_min(0.0).add_(1e-8).log_().masked_fill_(outside_BL, 0.0)
@@ -140,9 +137,7 @@ _OWN: dict[str, Gate] = {}  # users' gates that passed the check, by name
 
 
 def gate_of(name: str) -> Gate:
-    """Returns the gate with this name. `python:<module>:<function>` names a user's own gate; its default tau is 0.85.
-
-    The first call with a user's gate checks it on a small batch. If a notebook defines the function again, it is checked again.
+    """Returns the gate with this name. `python:<module>:<function>` names a user's own gate, which is checked on a small batch.
 
     Raises:
         ValueError: there is no such gate, or the function failed the check. The message says what is wrong.
@@ -150,7 +145,7 @@ def gate_of(name: str) -> Gate:
     if name in GATES:
         return GATES[name]
     function = imported(name, f"allowed: {', '.join(GATES)}, or python:<module>:<function>")
-    if name not in _OWN or _OWN[name].function != function:
+    if name not in _OWN or _OWN[name].function != function:  # a notebook may define the function again
         gate = Gate(function)
         if fault := _fault(gate):
             raise ValueError(f"{name} cannot be used: {fault}")
@@ -216,10 +211,7 @@ def _quantile_places(count_B1: Tensor, tau: float) -> tuple[Tensor, Tensor]:
 
 
 def row_sums(values_BL: Tensor) -> Tensor:
-    """The sum of each row, `[B, 1]`. It adds neighbours until one number is left, so zeros on the right do not change rounding.
-
-    `Tensor.sum` rounds in an order that depends on the number of columns.
-    """
+    """The sum of each row, `[B, 1]`. Unlike those of `Tensor.sum`, its roundings do not change with zeros on the right."""
     while (columns := values_BL.shape[-1]) > 1:
         even_BL, odd_BL = values_BL[:, ::2], values_BL[:, 1::2]
         values_BL = even_BL + odd_BL if columns % 2 == 0 else even_BL + pad(odd_BL, (0, 1))

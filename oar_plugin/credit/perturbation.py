@@ -16,9 +16,7 @@ from torch import Tensor
 
 from oar_plugin.credit.noise import gumbel, position_seeds, response_seeds
 
-Unit: TypeAlias = tuple[int, ...]
-"""Positions in the response that one copy replaces, ascending."""
-
+Unit: TypeAlias = tuple[int, ...]  # positions in the response that one copy replaces, ascending
 BLOCK = 8
 
 
@@ -39,10 +37,7 @@ def sample_replacements(logits_RV: Tensor, token_R: Tensor, seed_R: Tensor) -> T
 
 
 def units(reasoning: Sequence[bool], span: int = 1) -> list[Unit]:
-    """Cuts a response's reasoning tokens into units of at most `span` consecutive tokens, in order.
-
-    `reasoning` has one value per response token. A token that is not reasoning (tool output) ends a unit.
-    """
+    """Cuts the true positions of `reasoning`, one per response token, into units of at most `span` consecutive tokens."""
     result: list[list[int]] = []
     for position, wanted in enumerate(reasoning):
         if wanted and result and len(result[-1]) < span and result[-1][-1] == position - 1:
@@ -118,8 +113,7 @@ def _fill(estimate_U: Tensor, chosen: Tensor, exact: Sequence[float]) -> Tensor:
 def _spread(unit_list: Sequence[Unit], score_U: Tensor, length: int) -> Tensor:
     """Divides each unit's score evenly among its tokens, float64 `[L]`; 0 outside of units.
 
-    A negative score (rounding, or a copy with a more likely answer) counts as 0: gates take a logarithm, and such a token has
-    not helped the answer.
+    A negative score (rounding, or a copy with a more likely answer) counts as 0: such a token has not helped the answer.
     """
     importance_L = torch.zeros(length, dtype=torch.float64)
     for unit, score in zip(unit_list, score_U.clamp_min(0.0).tolist(), strict=True):  # NaN stays

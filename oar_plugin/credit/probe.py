@@ -62,10 +62,9 @@ def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_respo
 
 
 def pool(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
-    """Mean logits per response, `[B, V]`, float32 or better: the probe's logits for `last` and `answer_mean`.
+    """Mean logits per response, `[B, V]`, float32 or better, differentiable; a sequence-parallel rank gets its part of the sum.
 
-    The result is differentiable. A sequence-parallel rank gets its part of the sum. A row that is not finite makes its response
-    NaN and does not change the others.
+    A row that is not finite makes its response NaN and does not change the others.
     """
     # A matmul, unlike index_add, is deterministic on CUDA, and it is several times faster. Never in half precision.
     with torch.autocast(logits_NV.device.type, enabled=False):

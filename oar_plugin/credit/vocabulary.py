@@ -1,7 +1,6 @@
-"""Softmax over a vocabulary that may be split over several processes.
+"""Softmax over a vocabulary whose columns may be split over several processes.
 
-A vocabulary-parallel rank holds some columns of the logits. Ranks do not exchange logits but two numbers per row: the largest
-logit and the sum of the exponentials.
+They do not exchange logits but two numbers per row: the largest logit and the sum of the exponentials.
 """
 
 from collections.abc import Callable

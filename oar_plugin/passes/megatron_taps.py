@@ -103,5 +103,4 @@ class MegatronTaps(Taps):
             rows_NH = reduce_from_tensor_model_parallel_region(mine_NH, group=group)
         else:
             rows_NH = hidden_TH[position_N]
-        copied: Tensor = copy_to_tensor_model_parallel_region(rows_NH, group=group)
-        return copied
+        return copy_to_tensor_model_parallel_region(rows_NH, group=group)

@@ -26,13 +26,9 @@ A search takes microseconds, unless a user's own pattern does not fit the text."
 
 @dataclass
 class LostTime:
-    """Counts the seconds of a batch's searches that failed or were slow."""
+    """The seconds of a batch's searches that failed or were slow."""
 
     seconds: float = 0.0
-
-    def count(self, seconds: float, status: Status) -> None:
-        if status == Status.SEARCH_FAILED or seconds > SLOW_SECONDS:
-            self.seconds += seconds
 
 
 def segment_rows(
@@ -92,7 +88,9 @@ def segment_response(
     except SearchFailed as error:
         warn_once(str(error))
         status = Status.SEARCH_FAILED
-    lost.count(time.perf_counter() - started, status)
+    seconds = time.perf_counter() - started
+    if status == Status.SEARCH_FAILED or seconds > SLOW_SECONDS:
+        lost.seconds += seconds
     if segments_L is None:
         return nothing, status
     if not (segments_L == Segment.REASONING).any():

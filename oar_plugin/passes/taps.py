@@ -145,8 +145,7 @@ class Taps(ExitStack):
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The HuggingFace model inside FSDP1's wrapper. FSDP2 has no wrapper."""
-    inner: nn.Module = getattr(module, "_fsdp_wrapped_module", module)
-    return inner
+    return getattr(module, "_fsdp_wrapped_module", module)
 
 
 def check_model(module: nn.Module) -> None:
@@ -182,7 +181,7 @@ def logit_changes(config: Any) -> dict[str, float]:
 
 
 class Projection:
-    """The way from a HuggingFace model's last hidden states to the logits that it returns. It runs no hooks of the head."""
+    """The way from a HuggingFace model's last hidden states to its logits. It runs no hooks of the head."""
 
     def __init__(self, model: Any) -> None:
         self._head: Any = unwrapped(model.get_output_embeddings())

@@ -86,10 +86,7 @@ def change(got_NV: Tensor, want_NV: Tensor, eps: float) -> str:
 
 
 def fault(trial: Reading, changes: Mapping[str, float]) -> str:
-    """What differs, and by how much; empty if nothing does.
-
-    `trial` has read the two sequences of `check_by_trial`, or the first `TOKENS` of one. `changes`: see `logit_changes`.
-    """
+    """What differs; empty: nothing. `trial` has read the two sequences of `check_by_trial`, or the first `TOKENS` of one."""
     own_NV, tapped_NV = trial.own_NV.float(), trial.tapped_NV.float()
     shape = tapped_NV.shape if trial.fused is None else (len(tapped_NV), 2)
     if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != shape:
@@ -104,8 +101,7 @@ def fault(trial: Reading, changes: Mapping[str, float]) -> str:
         log_prob_N = WHOLE_VOCABULARY.log_prob(sampled_NV[inside_N], next_N[inside_N])
         # Kernels keep sums that logits round.
         found = _difference(own_NV[:, 0], entropy_N, entropy_N, 16 * trial.eps + 1e-4)
-        # A logit less a mean of logits. Between the two, each is rounded at most three times by eps / 2: as a logit in the
-        # kernels and here, and by the temperature.
+        # A logit less a mean of logits, each rounded at most three times by eps / 2: in the kernels, here, by the temperature.
         found = found or _difference(own_NV[inside_N, 1], log_prob_N, sampled_NV, 3 * trial.eps + 1e-4)
     if found:
         said = ", ".join(f"{name}={value}" for name, value in changes.items())

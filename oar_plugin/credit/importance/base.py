@@ -45,7 +45,6 @@ class Backward:
 
     @property
     def of_reasoning(self) -> bool:
-        """Whether it starts from rows that predict reasoning tokens."""
         return self.rows in ("reasoning", "later")
 
 
@@ -95,15 +94,12 @@ class Parts:
 
     @property
     def entropy_BL(self) -> Tensor:
-        """Entropy in nats, float32, of the distribution that each reasoning token was drawn from.
-
-        It is also there at answer tokens if a backward starts from `later` rows. AttributeError: `reads` lacks "entropy".
-        """
+        """Entropy in nats, float32, of the distribution that each reasoning token (with `later` rows, answer token) is from."""
         return self._reading("entropy")
 
     @property
     def log_prob_BL(self) -> Tensor:
-        """Log-probability of the same tokens, float32. AttributeError: `reads` lacks "log_prob"."""
+        """Log-probability of the same tokens, float32."""
         return self._reading("log_prob")
 
     def _reading(self, name: str) -> Tensor:
@@ -167,7 +163,6 @@ class Importance:
 
     @property
     def noisy(self) -> bool:
-        """Whether a backward starts from a perturbed forward."""
         return any(backward.noise for backward in self.backwards)
 
     @property
