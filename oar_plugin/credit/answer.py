@@ -274,8 +274,7 @@ def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarra
             finder sees new lines in their place, so that a tool's answer never counts as the policy's.
 
     Raises:
-        SearchFailed: the finder raised, or returned something else.
-        ValueError: ``own`` does not have one value per token.
+        SearchFailed: the finder raised, or returned something else. ValueError: ``own`` has another length.
     """
     lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     ends = np.cumsum(lengths)

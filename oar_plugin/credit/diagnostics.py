@@ -5,7 +5,7 @@ import enum
 import torch
 from torch import Tensor
 
-from oar_plugin.credit.gate import row_sums, sorted_rows
+from oar_plugin.credit.gate import TINY, row_sums, sorted_rows
 
 
 class Status(enum.IntEnum):
@@ -33,7 +33,6 @@ class Status(enum.IntEnum):
 
 
 MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # the columns of `measured`
-TINY = torch.finfo(torch.float64).tiny
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))
 
 

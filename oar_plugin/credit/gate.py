@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from oar_plugin.credit import imported
 
+TINY = torch.finfo(torch.float64).tiny
 SETTINGS = "tau", "beta", "floor"  # that a gate can take, in the order of its arguments
 
 
@@ -51,13 +52,12 @@ def bi_level(
 
     # In float64, because a difference of nearly equal scores loses digits.
     score_BL = importance_BL.masked_fill(outside_BL, 0.0).double().log1p_().sub_(low_B1).div_(span_B1)
-    tiny = torch.finfo(torch.float64).tiny
     weight_BL = torch.where(
         score_BL < quantile_B1,
-        (score_BL / quantile_B1.clamp_min(tiny)).clamp_min_(floor),
-        (score_BL - quantile_B1).mul_(beta).div_((1 - quantile_B1).clamp_min(tiny)).add_(1.0),
+        (score_BL / quantile_B1.clamp_min(TINY)).clamp_min_(floor),
+        (score_BL - quantile_B1).mul_(beta).div_((1 - quantile_B1).clamp_min(TINY)).add_(1.0),
     )
-    total_B1 = row_sums(weight_BL.masked_fill_(outside_BL, 0.0)).clamp_min(tiny)
+    total_B1 = row_sums(weight_BL.masked_fill_(outside_BL, 0.0)).clamp_min(TINY)
     return weight_BL.mul_(count_B1 / total_B1).masked_fill_(outside_BL, 1.0).float()
 
 

@@ -21,10 +21,7 @@ BLOCK = 8
 
 
 def replacement_seeds(token_T: Tensor, position_R: Tensor, seed: int) -> Tensor:
-    """Seeds of the draws at the positions `position_R` of `token_T`, int64 `[R]`; the same on every engine.
-
-    `token_T` is the prompt and the response up to the end of the answer, `seed` that of the training step (`step_seed`).
-    """
+    """Seeds of draws at positions of `token_T`, prompt and response to the answer's end, int64 `[R]`; `seed`: the step's."""
     seed_1 = response_seeds(token_T, torch.zeros_like(token_T), 1, seed)
     return position_seeds(seed_1.expand(len(position_R)), position_R)
 
@@ -57,9 +54,8 @@ class Search:
     """The copies to run for one response, in rounds, and the importance that follows from their scores.
 
     Run the copies of `wanted` and `send` their scores, until `wanted` is empty. Then `importance` is set, float64 `[L]`.
-
-    `unit_list` comes from `units` and is not empty, `length` is L. Copies of blocks count in the `budget`. `gradient_L` has a
-    gradient score per response token, which chooses the units with a copy; if it is None, blocks choose.
+    `unit_list` comes from `units` and is not empty. Copies of blocks count in the `budget`. `gradient_L` has a gradient score
+    per response token, which chooses the units with a copy; if it is None, blocks choose.
     """
 
     def __init__(

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-CHUNK = 256
-"""Rows of logits per chunk: 0.15 GB of float32 for a vocabulary of 152,000."""
+CHUNK = 256  # rows of logits: 0.15 GB of float32 for a vocabulary of 152,000
 
 Project = Callable[[Tensor], Tensor]
 """The projection from hidden states `[N, H]` to logits `[N, V]`, row by row. It may overwrite its own results. One that is not
@@ -22,9 +21,9 @@ Chunk = Callable[[Tensor, slice], Tensor]
 
 
 def projected_back(project: Project, hidden_NH: Tensor, coefficients: Chunk) -> Tensor:
-    """The gradient of `sum(c * project(hidden))` at the hidden states, with fixed `c`, `[N, H]`, float32 or better, no graph.
+    """The gradient of `sum(c * project(hidden))` at the hidden states, `[N, H]`, float32 or better, no graph.
 
-    `coefficients` returns `c` of a chunk of rows, `[n, V]`.
+    `coefficients` returns the fixed `c` of a chunk of rows, `[n, V]`.
     """
     gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.promote_types(hidden_NH.dtype, torch.float32))
     for start in range(0, len(hidden_NH), CHUNK):

@@ -72,8 +72,7 @@ def segment_response(
 ) -> tuple[np.ndarray, Status]:
     """Returns the segments of one response, int8 `[L]` (all OUTSIDE if it cannot be scored), and its status.
 
-    `own` (bool) is true at the model's own tokens. A response with at least `max_response_length` tokens is truncated, unless
-    its last token is in `eos_ids`. A response with more than `max_answer_tokens` answer tokens is not scored.
+    `own` (bool): the model's own tokens. A response of `max_response_length` tokens without one of `eos_ids` at the end is cut.
     """
     nothing = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8)
     if len(ids) >= max_response_length and ids[-1] not in eos_ids:

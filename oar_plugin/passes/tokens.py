@@ -16,7 +16,6 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MOST_WAITING = 8
 """Maximum number of tokens that wait for their text. A character has at most four; without a limit, time is quadratic."""
 
-
 # The inverse of GPT-2's table from bytes to characters: printable Latin-1 is itself, the other bytes are counted from 256.
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]

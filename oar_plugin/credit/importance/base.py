@@ -19,8 +19,9 @@ from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 Start = Literal["probe", "answer", "reasoning", "later"]
 Reading = Literal["entropy", "log_prob"]
-Shown = Literal["truth", "own"]
-"""An answer that another prompt of a response shows: the right one, or the response's own one, which is wrong."""
+Shown = Literal[
+    "truth", "own"
+]  # the answer in another prompt: the right one, or the response's own one, which is wrong
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,10 @@ class Backward:
     """One backward to the input embeddings. `rows` are the logits that it starts from.
 
     * `probe`: the rows of `algorithm.oar.probe`, pooled to one row per response for `last` and `answer_mean`, weighted by
-      their shares for `answer_joint`.
-    * `answer`: the probe's rows without pooling.
+      their shares for `answer_joint`. `answer`: the probe's rows without pooling.
     * `reasoning`: each row that predicts a reasoning token. `later`: also each row that predicts an answer token.
 
-    With `noise`, Gaussian noise of scale `algorithm.oar.sigma` is added to the reasoning embeddings. The first forward of the
-    pass is then noise-free.
+    `noise` adds Gaussian noise of scale `algorithm.oar.sigma` to the reasoning embeddings, after a first noise-free forward.
     """
 
     rows: Start = "probe"

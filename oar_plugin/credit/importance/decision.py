@@ -19,9 +19,7 @@ from oar_plugin.credit.noise import signs
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 SURE = 0.5
-"""Nats. At this entropy the last factor is about two thirds, at a tenth of it a hundredth.
-
-It was chosen by which tokens score high, on models 0 and 1 of the tasks of `benchmarks.learning`, before any comparison of
+"""Nats. Chosen by which tokens score high, on models 0 and 1 of the tasks of `benchmarks.learning`, before any comparison of
 learning. The square keeps the tail of a large vocabulary, a few hundredths of a nat, from making a sure token a choice."""
 
 
