@@ -16,11 +16,7 @@ import torch
 
 
 def imported(name: str, allowed: str) -> Any:
-    """The object that a setting names as `python:<module>:<name>`.
-
-    Raises:
-        ValueError: `name` has another form (the message ends with `allowed`), or the object cannot be imported.
-    """
+    """The object that a setting names as `python:<module>:<name>`. ValueError: another form, or it cannot be imported."""
     kind, _, path = name.partition(":")
     module, _, attribute = path.partition(":")
     if kind != "python" or not module or not attribute:
@@ -34,11 +30,7 @@ def imported(name: str, allowed: str) -> Any:
 
 
 def called(name: str, call: Callable[[], Any]) -> Any:
-    """Returns the result of `call()`, a user's code that messages call `name`.
-
-    Raises:
-        ValueError: it raised. The message has the error, and the file and line of the user's code that it came from.
-    """
+    """Returns the result of `call()`, a user's code. ValueError: it raised; the message has the error, file and line."""
     try:
         return call()
     except Exception as error:  # a user's code may raise anything

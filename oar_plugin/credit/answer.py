@@ -1,25 +1,23 @@
 """Which tokens of a response are its final answer, which announce the answer, and which are reasoning.
 
-The segments are those of arXiv 2601.07408 (section on segments): ``reasoning | conclude | answer | after``. Only reasoning
-tokens are scored and reshaped; the outcome is probed at the answer's tokens. Answers are searched in the text and mapped to
-tokens through byte offsets, because borders of tokens and of answers rarely coincide (a token can hold ``}.`` or half of a
-multi-byte character).
+The segments are those of arXiv 2601.07408: ``reasoning | conclude | answer | after``. Answers are searched in the text and
+mapped to tokens through byte offsets, because borders of tokens and of answers rarely coincide (a token can hold ``}.`` or half
+of a multi-byte character).
 """
 
 import enum
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import regex
 
 from oar_plugin.credit import imported
 
-PATTERN_SECONDS = 2.0
-"""Longest CPU time of a user's regular expression on one text; ordinary expressions take milliseconds."""
+PATTERN_SECONDS = 2.0  # of a user's regular expression on one text; ordinary expressions take milliseconds
 
 
 class Segment(enum.IntEnum):
@@ -36,8 +34,7 @@ class SearchFailed(Exception):
     """A user's own pattern failed on a text, so its answer is unknown; the message names the pattern and the failure."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerSpan:
+class AnswerSpan(NamedTuple):
     """An answer's place in a text, in characters: ``0 <= marker_start <= start < end <= len(text)``.
 
     ``[start, end)`` is the answer without surrounding white space or decoration; ``[marker_start, start)`` is the marker
@@ -50,9 +47,9 @@ class AnswerSpan:
 
 
 # A user's own callable may return an AnswerSpan, (start, end), (marker_start, start, end), or None.
-AnswerFinder: TypeAlias = Callable[[str], "AnswerSpan | tuple[int, int] | tuple[int, int, int] | None"]
+AnswerFinder: TypeAlias = Callable[[str], tuple[int, int] | tuple[int, int, int] | None]
 
-_Candidates: TypeAlias = Callable[[str], Iterator[AnswerSpan]]
+_Candidates: TypeAlias = Callable[[str], Iterable[AnswerSpan]]
 
 # A longer "answer" in running text is an argument, not an answer. Without a limit, a response that repeats "the answer is"
 # would take quadratic time.
@@ -108,15 +105,11 @@ def _boxed(text: str) -> Iterator[AnswerSpan]:
         yield AnswerSpan(match.start(), *match.span(1))
 
 
-def _matches(pattern: re.Pattern[str]) -> _Candidates:
-    """A function that yields group 1 of every match of ``pattern``, without decoration."""
-
-    def candidates(text: str) -> Iterator[AnswerSpan]:
-        for match in pattern.finditer(text):
-            if span := _trimmed(text, match.start(), *match.span(1), decoration=True):
-                yield span
-
-    return candidates
+def _matches(pattern: re.Pattern[str], text: str) -> Iterator[AnswerSpan]:
+    """Yields group 1 of every match of ``pattern``, without decoration."""
+    for match in pattern.finditer(text):
+        if span := _trimmed(text, match.start(), *match.span(1), decoration=True):
+            yield span
 
 
 def _the_answer_is(text: str) -> Iterator[AnswerSpan]:
@@ -154,8 +147,8 @@ def _last_character(text: str) -> AnswerSpan | None:
 
 _NAMED: dict[str, _Candidates] = {
     "boxed": _boxed,
-    "hash": _matches(_HASH),
-    "answer_tag": _matches(_ANSWER_TAG),
+    "hash": partial(_matches, _HASH),
+    "answer_tag": partial(_matches, _ANSWER_TAG),
     "the_answer_is": _the_answer_is,
 }
 
@@ -163,30 +156,24 @@ _NAMED: dict[str, _Candidates] = {
 def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
     r"""Returns the function that finds the final answer in a response's text: an ``AnswerSpan``, or None.
 
-    Of all complete answers that any pattern finds, the one that starts last counts: the innermost ``5`` of
-    ``<answer>\boxed{5}</answer>``, the last of several boxes. Markers without text between them are one marker:
-    ``The answer is \boxed{``. The patterns are:
+    Of all complete answers, the one that starts last counts: the ``5`` of ``<answer>\boxed{5}</answer>``, the last of several
+    boxes. Markers without text between them are one marker: ``The answer is \boxed{``. The patterns are:
 
     - ``boxed``: ``\boxed{...}`` with balanced braces, also ``\boxed 5``;
     - ``hash``: ``#### ...`` to the end of the line;
     - ``answer_tag``: ``<answer>...</answer>``;
-    - ``the_answer_is``: ``the (final) answer is ...`` or ``Answer: ...`` to the end of the sentence; prose after the real
-      answer can match too ("the answer is plausible");
+    - ``the_answer_is``: ``the (final) answer is ...`` or ``Answer: ...`` to the end of the sentence, also in later prose;
     - ``regex:<expression>``: a Python regular expression. Its group named ``answer``, or else group 1, is the answer; its match
-      begins the marker. The ``regex`` library runs it, because it can stop a search (``PATTERN_SECONDS``). It differs from
-      ``re`` in rare characters only: for ``\w`` and ``\b``, combining marks are letters, ``²`` and ``½`` are not; ``\s`` does
-      not match U+001C to U+001F;
+      begins the marker. The ``regex`` library runs it, because it can stop a search (``PATTERN_SECONDS``). For its ``\w`` and
+      ``\b``, combining marks are letters, ``²`` and ``½`` are not; its ``\s`` does not match U+001C to U+001F;
     - ``python:<module>:<function>``: a user's own ``AnswerFinder``, without a time limit.
 
-    Without patterns, for models without an answer format, the answer is the last character that is not white space; only the
-    ``last`` probe makes sense for it.
-
-    In the text that the returned function takes, lone surrogates stand for bytes that are not UTF-8. The function raises
-    ``SearchFailed`` if a user's own pattern took too long, raised, or returned something else.
+    Without patterns, the answer is the last character that is not white space; only the ``last`` probe makes sense for it.
+    The returned function takes text with lone surrogates for bytes that are not UTF-8. It raises ``SearchFailed`` if a user's
+    own pattern took too long, raised, or returned something else.
 
     Raises:
-        ValueError: a pattern is none of these, its expression does not compile, has no group, or has another meaning for
-            ``regex`` than for ``re``, or its function cannot be imported.
+        ValueError: a pattern cannot be used. The message says why.
     """
     if isinstance(patterns, str):
         raise ValueError(f"answer patterns must be a list of strings, got the single string {patterns!r}")
@@ -204,7 +191,7 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
             # This span's own answer would begin at or inside of our marker, so there is no text between the two markers.
             if span.marker_start < marker_start <= span.start:
                 marker_start = span.marker_start
-        return replace(answer, marker_start=marker_start)
+        return answer._replace(marker_start=marker_start)
 
     return find
 
@@ -222,12 +209,7 @@ def _candidates_of(pattern: str) -> _Candidates:
             raise ValueError(f"answer pattern {pattern!r}: {error}") from error
         if not callable(function):
             raise ValueError(f"answer pattern {pattern!r}: it is not callable")
-
-        def candidates(text: str) -> Iterator[AnswerSpan]:
-            if span := _call(function, text):
-                yield span
-
-        return candidates
+        return lambda text: [span] if (span := _call(function, text)) else []
     raise ValueError(
         f"answer pattern {pattern!r} is unknown; allowed are {', '.join(_NAMED)}, "
         "regex:<expression> and python:<module>:<function>"
@@ -259,7 +241,7 @@ def _regex_candidates(pattern: str, expression: str) -> _Candidates:
 
 def _call(finder: AnswerFinder, text: str) -> AnswerSpan | None:
     """Calls a finder, perhaps a user's own. It raises only ``SearchFailed``."""
-    name = str(getattr(finder, "__qualname__", type(finder).__qualname__))
+    name = getattr(finder, "__qualname__", type(finder).__qualname__)
     try:
         returned = finder(text)
     except SearchFailed:
@@ -269,8 +251,7 @@ def _call(finder: AnswerFinder, text: str) -> AnswerSpan | None:
     if returned is None:
         return None
     try:
-        span = (returned.marker_start, returned.start, returned.end) if isinstance(returned, AnswerSpan) else returned
-        *marker, start, end = (operator.index(offset) for offset in span)
+        *marker, start, end = map(operator.index, returned)
         (marker_start,) = marker or (start,)
     except Exception as error:
         kind = type(returned).__name__
@@ -283,9 +264,8 @@ def _call(finder: AnswerFinder, text: str) -> AnswerSpan | None:
 def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarray | None = None) -> np.ndarray | None:
     """Returns the ``Segment`` of each token of one response, int8 ``[T]``; None if the finder finds no answer of the policy.
 
-    A token is ANSWER if its bytes overlap the answer's, else CONCLUDE if they overlap the marker's. Tokens before the marker
-    are REASONING, tokens after the answer AFTER. A token without bytes (a special token) is sorted by its position and is
-    never ANSWER: inside the answer it is CONCLUDE.
+    A token is ANSWER if its bytes overlap the answer's, else CONCLUDE if they overlap the marker's. A token without bytes (a
+    special token) is sorted by its position; inside the answer it is CONCLUDE.
 
     Args:
         pieces: the bytes of each of the T tokens, ``b""`` for special tokens; need not be valid UTF-8.
@@ -294,8 +274,7 @@ def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarra
             finder sees new lines in their place, so that a tool's answer never counts as the policy's.
 
     Raises:
-        SearchFailed: the finder raised, or returned something else.
-        ValueError: ``own`` does not have one value per token.
+        SearchFailed: the finder raised, or returned something else. ValueError: ``own`` has another length.
     """
     lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     ends = np.cumsum(lengths)

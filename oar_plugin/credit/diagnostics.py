@@ -5,7 +5,7 @@ import enum
 import torch
 from torch import Tensor
 
-from oar_plugin.credit.gate import row_sums, sorted_rows
+from oar_plugin.credit.gate import TINY, row_sums, sorted_rows
 
 
 class Status(enum.IntEnum):
@@ -32,9 +32,7 @@ class Status(enum.IntEnum):
     CONTEXT_TOO_LONG = 16
 
 
-MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"
-"""What `measured` returns of each response: `effective_sample_size`, `top_share`, the largest weight, the number of tokens."""
-TINY = torch.finfo(torch.float64).tiny
+MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # the columns of `measured`
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))
 
 
@@ -57,11 +55,9 @@ def top_share(weight_BL: Tensor, keep_BL: Tensor, share: float = 0.1) -> Tensor:
 
 
 def measured(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
-    """`MEASURE_NAMES` of each response's kept tokens, float32 `[B, 4]`. Padding on the right does not change them."""
-    highest_B, count_B = weight_BL.masked_fill(~keep_BL, 0.0).amax(-1), keep_BL.sum(-1).float()
-    return torch.stack(
-        [effective_sample_size(weight_BL, keep_BL), top_share(weight_BL, keep_BL), highest_B, count_B], -1
-    )
+    """The measures of each response's kept tokens, float32 `[B, 4]`. Padding on the right does not change them."""
+    shares = effective_sample_size(weight_BL, keep_BL), top_share(weight_BL, keep_BL)
+    return torch.stack([*shares, weight_BL.masked_fill(~keep_BL, 0.0).amax(-1), keep_BL.sum(-1).float()], -1)
 
 
 def summarize(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:

@@ -2,11 +2,10 @@
 
 A gate takes `importance_BL`, the bool `reasoning_BL`, and those of `tau` in [0, 1], `beta` >= 0 and `floor` in (0, 1] that it
 uses. Importance is finite and above -1 at reasoning tokens; other values are ignored. The gate returns float32 weights `[B, L]`
-that average 1 over the reasoning tokens of each response and are 1 at all other tokens. A response's weights must not depend on
-other responses: each rank calls the gate with its own responses, padded on the right.
+that average 1 over the reasoning tokens of each response and are 1 elsewhere, whatever other responses or padding there are.
 
-To use your own gate: `algorithm.oar.gate=python:my_package.my_module:my_gate`. To add a gate to the package: its function, a
-line in `GATES`, and its copy in `page/inspector.js`.
+Your own: `algorithm.oar.gate=python:my_package.my_module:my_gate`. One of the package's: its function, a line in `GATES`, and
+its copy in `page/inspector.js`.
 """
 
 import inspect
@@ -20,8 +19,8 @@ from torch.nn.functional import pad
 
 from oar_plugin.credit import imported
 
-SETTINGS = ("tau", "beta", "floor")
-"""The settings that a gate can take, in the order of its arguments."""
+TINY = torch.finfo(torch.float64).tiny
+SETTINGS = "tau", "beta", "floor"  # that a gate can take, in the order of its arguments
 
 
 def bi_level(
@@ -31,8 +30,7 @@ def bi_level(
 
     Per response with `R` reasoning tokens and importance `I`:
     1. `s = log1p(I)`, scaled so that the minimum is 0 and the maximum 1. If all `I` are equal, `s = 0`.
-    2. `q` is the tau-quantile of `s`, with linear interpolation. (The published code overwrites tau with `q`, so tau differs
-       between responses. Here it does not.)
+    2. `q` is the tau-quantile of `s`, with linear interpolation. (The published code overwrites tau with `q`.)
     3. `w = max(s / q, floor)` where `s < q`; `w = 1 + beta (s - q) / (1 - q)` where `s >= q`.
     4. `w` is multiplied by `R / sum(w)`.
 
@@ -54,21 +52,20 @@ def bi_level(
 
     # In float64, because a difference of nearly equal scores loses digits.
     score_BL = importance_BL.masked_fill(outside_BL, 0.0).double().log1p_().sub_(low_B1).div_(span_B1)
-    tiny = torch.finfo(torch.float64).tiny
     weight_BL = torch.where(
         score_BL < quantile_B1,
-        (score_BL / quantile_B1.clamp_min(tiny)).clamp_min_(floor),
-        (score_BL - quantile_B1).mul_(beta).div_((1 - quantile_B1).clamp_min(tiny)).add_(1.0),
+        (score_BL / quantile_B1.clamp_min(TINY)).clamp_min_(floor),
+        (score_BL - quantile_B1).mul_(beta).div_((1 - quantile_B1).clamp_min(TINY)).add_(1.0),
     )
-    total_B1 = row_sums(weight_BL.masked_fill_(outside_BL, 0.0)).clamp_min(tiny)
+    total_B1 = row_sums(weight_BL.masked_fill_(outside_BL, 0.0)).clamp_min(TINY)
     return weight_BL.mul_(count_B1 / total_B1).masked_fill_(outside_BL, 1.0).float()
 
 
 def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.85, beta: float = 2.0) -> Tensor:
     """Weight `1 + beta` at and above the tau-quantile of importance, 1 below it; then scaled to average 1. Not in the paper.
 
-    Only the order of importance matters, so outliers do not change the weights. Tokens with the response's minimum importance
-    always get weight 1. Without this rule, all tokens would get `1 + beta` if the quantile is the minimum.
+    Only the order of importance matters. Tokens with the response's minimum importance always get weight 1. Without this rule,
+    all tokens would get `1 + beta` if the quantile is the minimum.
     """
     above_BL = _above(importance_BL, reasoning_BL, tau)
     weight_BL = 1 + beta * above_BL.double()
@@ -80,10 +77,9 @@ def two_level(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.85, be
 def top_only(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.8) -> Tensor:
     """Weight 0 below the tau-quantile of importance, equal weights at and above it: only the top tokens are learned from.
 
-    With `importance=entropy` it is the "80/20 rule" of arXiv 2506.01939: the policy gradient of the fifth of the tokens with
-    the highest entropy. There the quantile is that of the batch, and the answer is treated like all other tokens; here it is
-    that of the response's reasoning tokens, and other tokens keep weight 1. Tokens with the response's minimum importance
-    always get weight 0, unless all are equal.
+    With `importance=entropy` it is the "80/20 rule" of arXiv 2506.01939, whose quantile is that of the batch, with the answer.
+    Here it is that of the response's reasoning tokens, and other tokens keep weight 1. Tokens with the response's minimum
+    importance always get weight 0, unless all are equal.
     """
     above_BL = _above(importance_BL, reasoning_BL, tau)
     kept_B1 = above_BL.sum(-1, keepdim=True)
@@ -94,8 +90,8 @@ def top_only(importance_BL: Tensor, reasoning_BL: Tensor, tau: float = 0.8) -> T
 def z_score(importance_BL: Tensor, reasoning_BL: Tensor) -> Tensor:
     """The map of GRAIL (arXiv 2606.04889), for `importance=grail`: standardized logarithm of importance, clipped.
 
-    Per response, `z` is `log(I + 1e-8)` less its mean, divided by its standard deviation; `w = clip(1 + z / 2, 1/2, 5)`. The
-    constants are those of the published configuration. There the weights stay as they are, here they are scaled to average 1.
+    Per response, `z` is `log(I + 1e-8)` less its mean, divided by its standard deviation; `w = clip(1 + z / 2, 1/2, 5)`, with
+    the published constants. There the weights stay as they are, here they are scaled to average 1.
     """
     count_B1, outside_BL = reasoning_BL.sum(-1, keepdim=True).clamp_min(1), ~reasoning_BL
     log_BL = importance_BL.double().clamp_min(0.0).add_(1e-8).log_().masked_fill_(outside_BL, 0.0)
@@ -141,9 +137,7 @@ _OWN: dict[str, Gate] = {}  # users' gates that passed the check, by name
 
 
 def gate_of(name: str) -> Gate:
-    """Returns the gate with this name. `python:<module>:<function>` names a user's own gate; its default tau is 0.85.
-
-    The first call with a user's gate checks it on a small batch. If a notebook defines the function again, it is checked again.
+    """Returns the gate with this name. `python:<module>:<function>` names a user's own gate, which is checked on a small batch.
 
     Raises:
         ValueError: there is no such gate, or the function failed the check. The message says what is wrong.
@@ -151,7 +145,7 @@ def gate_of(name: str) -> Gate:
     if name in GATES:
         return GATES[name]
     function = imported(name, f"allowed: {', '.join(GATES)}, or python:<module>:<function>")
-    if name not in _OWN or _OWN[name].function != function:
+    if name not in _OWN or _OWN[name].function != function:  # a notebook may define the function again
         gate = Gate(function)
         if fault := _fault(gate):
             raise ValueError(f"{name} cannot be used: {fault}")
@@ -217,10 +211,7 @@ def _quantile_places(count_B1: Tensor, tau: float) -> tuple[Tensor, Tensor]:
 
 
 def row_sums(values_BL: Tensor) -> Tensor:
-    """The sum of each row, `[B, 1]`. It adds neighbours until one number is left, so zeros on the right do not change rounding.
-
-    `Tensor.sum` rounds in an order that depends on the number of columns.
-    """
+    """The sum of each row, `[B, 1]`. Unlike those of `Tensor.sum`, its roundings do not change with zeros on the right."""
     while (columns := values_BL.shape[-1]) > 1:
         even_BL, odd_BL = values_BL[:, ::2], values_BL[:, 1::2]
         values_BL = even_BL + odd_BL if columns % 2 == 0 else even_BL + pad(odd_BL, (0, 1))

@@ -40,10 +40,7 @@ def response_seeds(token_T: Tensor, response_T: Tensor, num_responses: int, seed
 
 
 def signs(seed_N: Tensor, start: int, size: int) -> Tensor:
-    """Random signs (+1 or -1) for coordinates `start .. start + size - 1`, float32 `[N, size]`.
-
-    A vocabulary-parallel rank gets its slice of the whole vocabulary's signs. One hash has the signs of 64 coordinates.
-    """
+    """Random signs (+1 or -1) for coordinates `start .. start + size - 1`, float32 `[N, size]`; 64 from one hash."""
     first, last = start // 64, (start + size + 63) // 64
     word = torch.arange(first + 1, last + 1, dtype=torch.int64, device=seed_N.device)
     hashed = _mix(seed_N[:, None] + word * _GOLDEN)
@@ -77,8 +74,7 @@ def gumbel(seed_N: Tensor, size: int) -> Tensor:
 
 def step_seed(seed: int, step: int) -> int:
     """The seed of training step `step` (from 1), so that a response gets other signs when it returns in a later step."""
-    mixed = _mix(torch.tensor([seed * 2**20 + step], dtype=torch.int64))
-    return int(_shift(mixed, 33).item())
+    return int(_shift(_mix(torch.tensor(seed * 2**20 + step)), 33))
 
 
 def position_seeds(seed_N: Tensor, place_N: Tensor, draw: int = 0) -> Tensor:

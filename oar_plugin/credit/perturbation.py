@@ -1,14 +1,10 @@
 """Which masked copies of a response to run, and how their scores become importance (`importance=oar_p`, `hybrid`).
 
-`oar_plugin.credit.importance.oar_p` defines the score of a copy. A *unit* is the tokens that one copy replaces: one token, or
-up to `span` consecutive tokens, which share the score evenly. With a `budget` only some units get a copy of their own:
-* By gradient (`hybrid`, in the actor): the units with the largest gradient score.
-* By blocks (`oar_p` on the rollout engines, which have no gradient, and `span_masking`): first each block of eight units is
-  replaced as a whole, then the units of the blocks that moved the answer most, until the budget is used up.
-
-Every other unit gets an estimate in nats: its gradient score (or its share of its block's score) times the median ratio of
-exact to estimated scores over the units with a copy, and at most the largest exact score. So units without a copy keep their
-order. With a ratio of sums instead of the median, a single token with most of the importance would set the scale of all units.
+A *unit* is the tokens that one copy replaces: up to `span` consecutive ones, which share its score evenly. With a `budget` only
+some units get a copy: those with the largest gradient score (`hybrid`), or, without a gradient, those of the blocks of eight
+units that moved the answer most when replaced as a whole. Any other unit gets its gradient score (or its share of its block's
+score) times the median ratio of exact to estimated scores, and at most the largest exact score, so that such units keep their
+order. With a ratio of sums, a single token with most of the importance would set the scale of all units.
 """
 
 import math
@@ -20,17 +16,12 @@ from torch import Tensor
 
 from oar_plugin.credit.noise import gumbel, position_seeds, response_seeds
 
-Unit: TypeAlias = tuple[int, ...]
-"""Positions in the response that one copy replaces, ascending."""
-
+Unit: TypeAlias = tuple[int, ...]  # positions in the response that one copy replaces, ascending
 BLOCK = 8
 
 
 def replacement_seeds(token_T: Tensor, position_R: Tensor, seed: int) -> Tensor:
-    """Seeds of the draws at the positions `position_R` of `token_T`, int64 `[R]`; the same on every engine.
-
-    `token_T` is the prompt and the response up to the end of the answer, `seed` that of the training step (`step_seed`).
-    """
+    """Seeds of draws at positions of `token_T`, prompt and response to the answer's end, int64 `[R]`; `seed`: the step's."""
     seed_1 = response_seeds(token_T, torch.zeros_like(token_T), 1, seed)
     return position_seeds(seed_1.expand(len(position_R)), position_R)
 
@@ -43,10 +34,7 @@ def sample_replacements(logits_RV: Tensor, token_R: Tensor, seed_R: Tensor) -> T
 
 
 def units(reasoning: Sequence[bool], span: int = 1) -> list[Unit]:
-    """Cuts a response's reasoning tokens into units of at most `span` consecutive tokens, in order.
-
-    `reasoning` has one value per response token. A token that is not reasoning (tool output) ends a unit.
-    """
+    """Cuts the true positions of `reasoning`, one per response token, into units of at most `span` consecutive tokens."""
     result: list[list[int]] = []
     for position, wanted in enumerate(reasoning):
         if wanted and result and len(result[-1]) < span and result[-1][-1] == position - 1:
@@ -66,9 +54,8 @@ class Search:
     """The copies to run for one response, in rounds, and the importance that follows from their scores.
 
     Run the copies of `wanted` and `send` their scores, until `wanted` is empty. Then `importance` is set, float64 `[L]`.
-
-    `unit_list` comes from `units` and is not empty, `length` is L. Copies of blocks count in the `budget`. `gradient_L` has a
-    gradient score per response token, which chooses the units with a copy; if it is None, blocks choose.
+    `unit_list` comes from `units` and is not empty. Copies of blocks count in the `budget`. `gradient_L` has a gradient score
+    per response token, which chooses the units with a copy; if it is None, blocks choose.
     """
 
     def __init__(
@@ -122,8 +109,7 @@ def _fill(estimate_U: Tensor, chosen: Tensor, exact: Sequence[float]) -> Tensor:
 def _spread(unit_list: Sequence[Unit], score_U: Tensor, length: int) -> Tensor:
     """Divides each unit's score evenly among its tokens, float64 `[L]`; 0 outside of units.
 
-    A negative score (rounding, or a copy with a more likely answer) counts as 0: gates take a logarithm, and such a token has
-    not helped the answer.
+    A negative score (rounding, or a copy with a more likely answer) counts as 0: such a token has not helped the answer.
     """
     importance_L = torch.zeros(length, dtype=torch.float64)
     for unit, score in zip(unit_list, score_U.clamp_min(0.0).tolist(), strict=True):  # NaN stays

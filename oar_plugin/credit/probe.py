@@ -1,15 +1,9 @@
-"""Outcome probes: from the logits at the answer's positions to the model's answer distribution.
+"""Outcome probes (arXiv 2601.07408): from the logits at the answer's positions to the model's answer distribution.
 
-Let `z_p` be the logits at position `p` (they predict token `p + 1`) and `a_1 .. a_m` the answer's positions. The three
-probes of arXiv 2601.07408 use the rows `z_{a_1 - 1} .. z_{a_m - 1}`:
-
-| here           | in the paper | outcome                                                        |
-|----------------|--------------|----------------------------------------------------------------|
-| `last`         | LT-Logits    | softmax of the first row alone                                 |
-| `answer_mean`  | AS-Mean      | softmax of the *mean of the rows* (the answer teacher-forced)  |
-| `answer_joint` | AS-Joint     | the scalar mean over rows of `log p(a_j)`                      |
-
-`last` and `answer_mean` pool the rows of a response into one logit vector; `answer_joint` keeps every row.
+With the rows of logits `z_{a_j - 1}`, which predict the answer's tokens `a_1 .. a_m`, the outcome is
+* `last` (LT-Logits): the softmax of the first row alone;
+* `answer_mean` (AS-Mean): the softmax of the *mean of the rows* (the answer teacher-forced);
+* `answer_joint` (AS-Joint): the scalar mean over rows of `log p(a_j)`. It alone keeps every row; the others pool them.
 """
 
 from typing import Literal, get_args
@@ -25,16 +19,13 @@ class AnswerRows:
     """The rows of logits that a probe uses in a packed micro-batch. A sequence-parallel rank has only those that it holds.
 
     Args:
-        table_5N: int64, one tensor, which one copy takes to the device. Its rows: `position_N`, `response_N`, `ordinal_N`,
-            `token_N`, and the number of rows that the probe uses in the row's response, over all ranks.
+        table_5N: int64, one tensor, which one copy takes to the device. Its rows:
+            `position_N`: packed position of the row, one before the answer token;
+            `response_N`: index of the row's response in `[0, num_responses)`;
+            `ordinal_N`: place of the row in its answer, from 0;
+            `token_N`: the answer token that the row predicts;
+            and the number of rows that the probe uses in the row's response, over all ranks, the inverse of `share_N`.
         num_responses: of the micro-batch, with or without an answer.
-
-    Attributes:
-        position_N: packed position of the row, one before the answer token.
-        response_N: index of the row's response in `[0, num_responses)`.
-        ordinal_N: place of the row in its answer; 0 for the first answer token.
-        token_N: the answer token that the row predicts.
-        share_N: weight of the row in the pooled logits, float32; 1 in total over all ranks.
     """
 
     def __init__(self, table_5N: Tensor, num_responses: int) -> None:
@@ -71,10 +62,9 @@ def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_respo
 
 
 def pool(logits_NV: Tensor, rows: AnswerRows) -> Tensor:
-    """Mean logits per response, `[B, V]`, float32 or better: the probe's logits for `last` and `answer_mean`.
+    """Mean logits per response, `[B, V]`, float32 or better, differentiable; a sequence-parallel rank gets its part of the sum.
 
-    The result is differentiable. A sequence-parallel rank gets its part of the sum. A row that is not finite makes its response
-    NaN and does not change the others.
+    A row that is not finite makes its response NaN and does not change the others.
     """
     # A matmul, unlike index_add, is deterministic on CUDA, and it is several times faster. Never in half precision.
     with torch.autocast(logits_NV.device.type, enabled=False):

@@ -1,7 +1,6 @@
-"""Softmax over a vocabulary that may be split over several processes.
+"""Softmax over a vocabulary whose columns may be split over several processes.
 
-A vocabulary-parallel rank holds some columns of the logits. Ranks do not exchange logits but two numbers per row: the largest
-logit and the sum of the exponentials.
+They do not exchange logits but two numbers per row: the largest logit and the sum of the exponentials.
 """
 
 from collections.abc import Callable
@@ -57,7 +56,6 @@ class VocabularyShard:
 
     def _column(self, token_N: Tensor, values_NV: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's column, int64 `[N, 1]`, and whether it is here; else 0. `[N, 0]` for a shard of padding only."""
-        # A shard of padding only has no column that `gather` could read, so it keeps no index either.
         column_N1 = (token_N - self.start)[:, None][:, : values_NV.shape[-1]]
         here_N1 = (column_N1 >= 0) & (column_N1 < values_NV.shape[-1])
         return column_N1.where(here_N1, 0), here_N1

@@ -9,8 +9,7 @@ from oar_plugin.credit.diagnostics import FALLBACKS, Status
 STEPS = 20
 """Warnings are about means over so many steps. The first one alone is judged only if every response fell back."""
 LOW_ANSWER_FOUND, SOME_REWARD = 0.1, 0.1
-LOW_ESS_RATIO = 0.05
-"""One token in twenty has all the credit of its response."""
+LOW_ESS_RATIO = 0.05  # one token in twenty has all the credit of its response
 ROUNDING = 1e-6
 
 _ENGINES = "see docs/oar-p.md, or set perturbation.backend=actor"
@@ -45,11 +44,8 @@ class Watch:
         self._steps, self._quiet_until = 0, Counter[str]()
 
     def see(self, step: int, metrics: Mapping[str, float], reward: float | None = None) -> None:
-        """Read the metrics of training step `step`, by name with the prefix `oar/`, and its mean reward; None: not known.
-
-        Steps without a response that needs credit do not count.
-        """
-        if "oar/answer_found" not in metrics:
+        """Read the metrics of training step `step`, by name with the prefix `oar/`, and its mean reward; None: not known."""
+        if "oar/answer_found" not in metrics:  # no response needs credit
             return
         self._steps += 1
         self._seen.append((step, {**metrics, "reward": 0.0 if reward is None else reward}))

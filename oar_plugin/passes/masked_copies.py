@@ -1,10 +1,9 @@
 """Runs the masked copies of OAR-P through a HuggingFace causal LM, plain or wrapped by FSDP.
 
-A masked copy is a response with some reasoning tokens replaced; these tokens are a unit. The score of the unit says how far the
-copy moves the model's answer distribution. All copies of a response have the same length, so a forward runs a group of them
-without padding. If the cache keeps keys and values of all positions, the copies of a group share a prefix: the tokens before
-the first replaced one. A forward without replacements fills the cache, and the copies compute only the tokens after the prefix.
-Only the rows of the answer are projected to logits. Shape suffixes: K copies, m answer rows of one copy, R replaced positions.
+A masked copy is a response with a unit of tokens replaced. All copies of a response have the same length, so a forward runs a
+group of them without padding. If the cache keeps keys and values of all positions, a group computes only the tokens from its
+first replaced one; a forward without replacements fills the cache. Only the rows of the answer are projected to logits.
+Shape suffixes: K copies, m answer rows of one copy, R replaced positions.
 """
 
 import functools
@@ -34,13 +33,11 @@ logger = logging.getLogger(__name__)
 
 ROW_VALUES = 2**28
 """Maximum number of answer logits of one forward, unless a single copy has more. They are computed in chunks of rows."""
-
 Result = TypeVar("Result")
 Reduce = Callable[[Project, Tensor], Result]
 
 WASTE = 1 / 16
 """Maximum share of `max_tokens` that one forward spends on tokens which precede the first replaced token of their copy."""
-
 _SHARES_PREFIX: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -66,14 +63,11 @@ class Candidate:
 
 
 class MaskedCopies:
-    """Scores units of responses. `tokens` counts the tokens computed so far.
-
-    `module` must be in eval mode. `max_tokens` is the maximum number of tokens per forward.
-    """
+    """Scores units of responses, with at most `max_tokens` per forward. `module` must be in eval mode."""
 
     def __init__(self, module: nn.Module, request: Request, max_tokens: int) -> None:
         self.module, self.request, self.max_tokens = module, request, max_tokens
-        self.tokens = 0
+        self.tokens = 0  # computed so far
         config: Any = unwrapped(module).config
         self._vocabulary: int = config.get_text_config().vocab_size
         self._shares_prefix = hasattr(config.get_text_config(), "num_hidden_layers") and all(
@@ -87,11 +81,9 @@ class MaskedCopies:
     ) -> dict[int, Tensor]:
         """Returns the importance of some responses by row, float32 `[L]` each.
 
-        Args:
-            wanted: by row: the tokens of prompt and response, on the model's device; and, on the CPU, the segments of the
-                response and its importance from the gradient pass, which chooses the units if `Copies.by_gradient` is set.
-            max_over_ranks: takes a count, returns the maximum of this count over all ranks. Under FSDP, all ranks must run
-                equal numbers of forwards.
+        `wanted` has by row the tokens of prompt and response, on the model's device; and, on the CPU, the segments of the
+        response and its importance from the gradient pass, which chooses the units if `Copies.by_gradient` is set.
+        `max_over_ranks` returns a count's maximum over all ranks: under FSDP, all must run equal numbers of forwards.
         """
         request, copies = self.request, self.request.importance_object.copies
         assert copies is not None
@@ -107,18 +99,17 @@ class MaskedCopies:
         for _ in range(1 if request.config.budget == 1 or copies.by_gradient else 2):
             under_way = {row: search for row, search in searches.items() if search.wanted}
             forwards = self.forwards([(candidates[row], search.wanted) for row, search in under_way.items()])
-            most = max_over_ranks(forwards)
+            idle = max_over_ranks(forwards) - forwards
             for row, search in under_way.items():
                 search.send(self.run(candidates[row], search.wanted))
-            for _ in range(most - forwards):
+            for _ in range(idle):
                 self.idle()
         return {row: search.importance.float() for row, search in searches.items() if search.importance is not None}
 
     def _try_prefix(self, token_T: Tensor, max_over_ranks: Callable[[int], int]) -> None:
         """Compares a copy behind a cached prefix with a whole copy, once per model. If they differ, copies run whole.
 
-        Raises:
-            UnsupportedModelError: a forward with a cache fails. Afterwards a sharded model may not run again.
+        UnsupportedModelError: a forward with a cache fails. Afterwards a sharded model may not run again.
         """
         model = unwrapped(self.module)
         if self._shares_prefix and model not in _SHARES_PREFIX:
@@ -216,10 +207,7 @@ class MaskedCopies:
         return groups
 
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None, reduce: Reduce[Result]) -> Result:
-        """Returns `reduce(projection, hidden_NH)` of the rows `row_N` of the flattened batch.
-
-        Extends an empty `cache`; reads a filled one.
-        """
+        """`reduce(projection, hidden_NH)` of rows `row_N` of the flat batch. Extends an empty `cache`, reads a filled one."""
         self.tokens += token_KT.numel()
         results: list[Result] = []
         with torch.no_grad(), ModelTaps(self.module) as taps:
@@ -230,10 +218,7 @@ class MaskedCopies:
         return results[0]
 
     def _outcomes(self, project: Project, hidden_KmH: Tensor, candidate: Candidate) -> Tensor:
-        """Log-distribution of the answer per copy, float64 `[K, V]`; for `answer_joint` its mean log-probability, `[K]`.
-
-        There are logits of one chunk of rows at a time: of several copies, or of a part of one.
-        """
+        """Log-distribution of the answer per copy, float64 `[K, V]`; for `answer_joint` its mean log-probability, `[K]`."""
         joint, length = self.request.probe == "answer_joint", hidden_KmH.shape[1]
         token_m, outcomes = candidate.token_T[candidate.answer_start :], list[Tensor]()
 
@@ -245,6 +230,7 @@ class MaskedCopies:
             chosen_Kn = wide_KnV.gather(-1, token_n[None, :, None].expand(len(wide_KnV), -1, 1))[..., 0]
             return (chosen_Kn.double() - wide_KnV.logsumexp(-1).double()).sum(1)
 
+        # Logits of one chunk of rows at a time: of several copies, or of a part of one.
         for some_KmH in hidden_KmH.split(max(1, CHUNK // length)):
             parts = zip(some_KmH.split(CHUNK, 1), token_m.split(CHUNK), strict=False)  # `last`: one row
             mean_K = functools.reduce(Tensor.add_, starmap(summed, parts)) / length

@@ -1,8 +1,7 @@
 """Hooks on Megatron's model chunks that act on a `Tap`: the counterpart of `taps.py` for megatron-core.
 
-The leaf is the output of `GPTModel.embedding` on the first stage. The last stage projects rows, to `[N, V / TP]`. All
-parameters are frozen meanwhile, so a backward computes no weight gradient and never reaches DDP's gradient buffers. The
-pipeline schedule decides in which order micro-batches run, so the host sets the tap directly before each forward.
+The leaf is the output of `GPTModel.embedding` on the first stage; the last stage projects rows, to `[N, V / TP]`. The pipeline
+schedule decides in which order micro-batches run, so the host sets the tap directly before each forward.
 
 Hidden states are `[s, b, H]`, flattened `[s * b, H]`; under sequence parallelism each tensor-parallel rank holds one
 contiguous slice of them. Ranks exchange rows (`N * H` numbers each way), not logits.
@@ -28,18 +27,17 @@ from torch import Tensor, nn
 from oar_plugin.passes.taps import Taps
 
 
-def unwrapped(chunk: nn.Module) -> GPTModel:
+def unwrapped(chunk: Any) -> GPTModel:
     """The model inside DDP's and the mixed-precision wrappers."""
-    model: Any = chunk
-    while not isinstance(model, GPTModel) and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
-    return model
+    while not isinstance(chunk, GPTModel) and isinstance(getattr(chunk, "module", None), nn.Module):
+        chunk = chunk.module
+    return chunk
 
 
 class MegatronTaps(Taps):
     """`Taps` of the model chunks of this rank, wrapped or not; several under an interleaved pipeline."""
 
-    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+    def __init__(self, chunks: Sequence[Any]) -> None:
         super().__init__()
         self.chunks = chunks
 
@@ -48,26 +46,23 @@ class MegatronTaps(Taps):
             # Chunks may share a config: callbacks run in reverse order, so its original values are restored last.
             config: TransformerConfig = get_model_config(chunk)
             # A schedule calls these functions at a backward: they scale the loss or reduce gradients.
-            functions = {
-                "finalize_model_grads_func": config.finalize_model_grads_func,
-                "grad_scale_func": config.grad_scale_func,
-                "grad_sync_func": config.grad_sync_func,
-                "no_sync_func": config.no_sync_func,
-                "param_sync_func": config.param_sync_func,
-            }
-            for name, function in functions.items():
-                self.callback(setattr, config, name, function)
-                setattr(config, name, None)
+            for function in ("finalize_model_grads", "grad_scale", "grad_sync", "no_sync", "param_sync"):
+                self.change(config, f"{function}_func", None)
             # With `overlap_param_gather`, DDP gathers a module's weights in a hook before its forward, and the hook refuses
             # frozen weights. Like Megatron's evaluation, this gathers all weights at once.
-            if isinstance(chunk, DistributedDataParallel):
-                ddp: DistributedDataParallel = chunk
-                if ddp.remove_forward_pre_hook_handles:
-                    ddp.disable_forward_pre_hook()
-                    self.callback(ddp.enable_forward_pre_hook)
+            if isinstance(chunk, DistributedDataParallel) and chunk.remove_forward_pre_hook_handles:
+                chunk.disable_forward_pre_hook()
+                self.callback(chunk.enable_forward_pre_hook)
             self.freeze(chunk)
-            self._train_modes(chunk)
             for module in chunk.modules():
+                # Some modules keep nothing for a backward in eval mode: Megatron's recomputation of activations, and
+                # TransformerEngine's attention, with cuDNN's kernels or flash-attention with `cp_comm_type=a2a`.
+                drops = isinstance(getattr(module, "attention_dropout", None), int | float)
+                if drops:
+                    self.change(module, "attention_dropout", 0.0)
+                recomputes = config.recompute_granularity is not None
+                if drops or (recomputes and isinstance(module, TransformerBlock | Attention)):
+                    self.change(module, "training", True)
                 # A router with expert bias counts its tokens in every forward with a graph, and the update uses the counts.
                 counts = getattr(module, "local_tokens_per_expert", None)
                 if counts is not None:
@@ -78,18 +73,6 @@ class MegatronTaps(Taps):
             if model.post_process:
                 hook = model.output_layer.register_forward_pre_hook(self._project_rows, with_kwargs=True)
                 self.callback(hook.remove)
-
-    def _train_modes(self, chunk: nn.Module) -> None:
-        """Puts modules into train mode that otherwise keep nothing for a backward. Other modules stay in eval mode."""
-        config: TransformerConfig = get_model_config(chunk)
-        for module in chunk.modules():
-            # Megatron's recomputation of activations.
-            if config.recompute_granularity is not None and isinstance(module, TransformerBlock | Attention):
-                self.put_into_train_mode(module)
-            # TransformerEngine's attention, with cuDNN's kernels or flash-attention with `cp_comm_type=a2a`.
-            if isinstance(getattr(module, "attention_dropout", None), int | float):
-                self.change(module, "attention_dropout", 0.0)
-                self.put_into_train_mode(module)
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         return None if self.tap is None else self.tap.leaf(output)
@@ -120,5 +103,4 @@ class MegatronTaps(Taps):
             rows_NH = reduce_from_tensor_model_parallel_region(mine_NH, group=group)
         else:
             rows_NH = hidden_TH[position_N]
-        copied: Tensor = copy_to_tensor_model_parallel_region(rows_NH, group=group)
-        return copied
+        return copy_to_tensor_model_parallel_region(rows_NH, group=group)

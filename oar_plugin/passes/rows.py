@@ -2,8 +2,7 @@
 
 There may be thousands of rows, so their logits are computed in chunks and not kept. With fixed coefficients `c`, a chunk's
 gradient at the hidden states is `W^T c`, with the projection's weights `W`; `W^T (f'(z) c)` if the model changes its logits
-`z` by a function `f`. The graph holds only the product of this gradient with the hidden states, `[N, H]`, and `W` is needed in
-the forward alone.
+`z` by a function `f`. The graph holds only this gradient times the hidden states, `[N, H]`; only the forward needs `W`.
 """
 
 from collections.abc import Callable
@@ -11,8 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-CHUNK = 256
-"""Rows of logits per chunk: 0.15 GB of float32 for a vocabulary of 152,000."""
+CHUNK = 256  # rows of logits: 0.15 GB of float32 for a vocabulary of 152,000
 
 Project = Callable[[Tensor], Tensor]
 """The projection from hidden states `[N, H]` to logits `[N, V]`, row by row. It may overwrite its own results. One that is not
@@ -23,9 +21,9 @@ Chunk = Callable[[Tensor, slice], Tensor]
 
 
 def projected_back(project: Project, hidden_NH: Tensor, coefficients: Chunk) -> Tensor:
-    """The gradient of `sum(c * project(hidden))` at the hidden states, with fixed `c`, `[N, H]`, float32 or better, no graph.
+    """The gradient of `sum(c * project(hidden))` at the hidden states, `[N, H]`, float32 or better, no graph.
 
-    `coefficients` returns `c` of a chunk of rows, `[n, V]`.
+    `coefficients` returns the fixed `c` of a chunk of rows, `[n, V]`.
     """
     gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.promote_types(hidden_NH.dtype, torch.float32))
     for start in range(0, len(hidden_NH), CHUNK):

@@ -26,13 +26,9 @@ A search takes microseconds, unless a user's own pattern does not fit the text."
 
 @dataclass
 class LostTime:
-    """Counts the seconds of a batch's searches that failed or were slow."""
+    """The seconds of a batch's searches that failed or were slow."""
 
     seconds: float = 0.0
-
-    def count(self, seconds: float, status: Status) -> None:
-        if status == Status.SEARCH_FAILED or seconds > SLOW_SECONDS:
-            self.seconds += seconds
 
 
 def segment_rows(
@@ -43,13 +39,11 @@ def segment_rows(
 ) -> tuple[list[Tensor], Tensor]:
     """Returns the segments of each response, int8 `[L_i]`, and int64 `[B]` of `Status`.
 
-    A row has a response's tokens, a bool mask of the model's own tokens, and whether to score the response. The segments of a
-    response that is not scored are OUTSIDE. `eos_ids` are the tokens that end a response.
+    A row has a response's tokens, a bool mask of the model's own tokens, and whether to score the response. `eos_ids` are the
+    tokens that end a response.
     """
-    finder, longest = (
-        make_finder(request.config.answer_patterns),
-        (request.max_response_length, request.config.max_answer_tokens),
-    )
+    finder = make_finder(request.config.answer_patterns)
+    longest = request.max_response_length, request.config.max_answer_tokens
     segments, status, lost = [], [], LostTime()
     for ids, own, needed in rows:
         segments_L, state = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED
@@ -62,10 +56,8 @@ def segment_rows(
 
 def end_of_sequence_tokens(tokenizer: Any, generation_config: Any) -> set[int]:
     """Tokens that end a response: the tokenizer's, and those of the model's generation config."""
-    tokens = {tokenizer.eos_token_id}
     generation = getattr(generation_config, "eos_token_id", None)
-    tokens.update(generation if isinstance(generation, list) else [generation])
-    return {token for token in tokens if token is not None}
+    return {tokenizer.eos_token_id, *(generation if isinstance(generation, list) else [generation])} - {None}
 
 
 def segment_response(
@@ -80,8 +72,7 @@ def segment_response(
 ) -> tuple[np.ndarray, Status]:
     """Returns the segments of one response, int8 `[L]` (all OUTSIDE if it cannot be scored), and its status.
 
-    `own` (bool) is true at the model's own tokens. A response with at least `max_response_length` tokens is truncated, unless
-    its last token is in `eos_ids`. A response with more than `max_answer_tokens` answer tokens is not scored.
+    `own` (bool): the model's own tokens. A response of `max_response_length` tokens without one of `eos_ids` at the end is cut.
     """
     nothing = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8)
     if len(ids) >= max_response_length and ids[-1] not in eos_ids:
@@ -96,7 +87,9 @@ def segment_response(
     except SearchFailed as error:
         warn_once(str(error))
         status = Status.SEARCH_FAILED
-    lost.count(time.perf_counter() - started, status)
+    seconds = time.perf_counter() - started
+    if status == Status.SEARCH_FAILED or seconds > SLOW_SECONDS:
+        lost.seconds += seconds
     if segments_L is None:
         return nothing, status
     if not (segments_L == Segment.REASONING).any():

@@ -1,9 +1,8 @@
-"""A tap says what one forward of one micro-batch must compute. Hooks on the model act on it (`ModelTaps`, `MegatronTaps`).
+"""A tap says what one forward of one micro-batch must compute. Hooks on the model act on it (`ModelTaps`, `MegatronTaps`):
 
-In a forward under a `Tap`, the hooks
-* make the input embeddings the only leaf of the graph, if their gradient is wanted (`receive`);
-* give *detached* hidden states to the vocabulary projection, so that the `[T, V]` logits have no graph;
-* call `probe` with the projection and with some rows of hidden states, which have a graph; `probe` returns the scalar.
+* they make the input embeddings the only leaf of the graph, if their gradient is wanted;
+* they give *detached* hidden states to the vocabulary projection, so that the `[T, V]` logits have no graph;
+* they call `probe`, which returns the scalar, with the projection and some rows of hidden states, which have a graph.
 
 `receive` gets the gradient as soon as it exists, and nothing of a micro-batch is kept after its backward.
 """
@@ -39,9 +38,8 @@ LOGIT_CHANGES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "logits_soft_cap": _soft_cap,
     "output_logit_soft_cap": _soft_cap,
 }
-"""Config keys of models that change each logit after the vocabulary projection (Granite, Cohere, Falcon-H1, Gemma 2, xLSTM),
-with the change, in the order of changes. A change is made in place, as far as autograd allows it. A model that does something
-else is refused by its trial (`trial.py`)."""
+"""Config keys of models that change each logit after the vocabulary projection, with the change (in place, as far as autograd
+allows it), in the order of changes. A model that does something else is refused by its trial (`trial.py`)."""
 
 
 @dataclass
@@ -133,31 +131,28 @@ class Taps(ExitStack):
                 parameter.requires_grad_(False)
                 self.callback(parameter.requires_grad_, True)
 
-    def put_into_train_mode(self, module: nn.Module) -> None:
-        """Puts this module, without its children, into train mode: some code recomputes activations in train mode only."""
-        self.change(module, "training", True)  # not .train(), which changes the children too
+    def change(self, thing: Any, name: str, value: Any) -> None:
+        """Sets an attribute until the exit. It never changes an attribute of the thing's class.
 
-    def change(self, module: nn.Module, name: str, value: Any) -> None:
-        """Sets an attribute of a module until the exit. It never changes an attribute of the module's class."""
-        if name in vars(module):
-            self.callback(setattr, module, name, vars(module)[name])
+        Some code recomputes activations in train mode only: `training` puts a module into it, without its children.
+        """
+        if name in vars(thing):
+            self.callback(setattr, thing, name, vars(thing)[name])
         else:
-            self.callback(delattr, module, name)
-        setattr(module, name, value)
+            self.callback(delattr, thing, name)
+        setattr(thing, name, value)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The HuggingFace model inside FSDP1's wrapper. FSDP2 has no wrapper."""
-    inner: nn.Module = getattr(module, "_fsdp_wrapped_module", module)
-    return inner
+    return getattr(module, "_fsdp_wrapped_module", module)
 
 
 def check_model(module: nn.Module) -> None:
-    """Refuses models with which `ModelTaps` does not work.
+    """Raises UnsupportedModelError if `ModelTaps` does not work with this model.
 
-    Raises:
-        UnsupportedModelError: the model has no input or output embeddings to hook, returns tuples, or has virtual tokens
-            before its own (PEFT's prompt and prefix tuning), which shift the rows of hidden states.
+    It has no input or output embeddings to hook, returns tuples, or has virtual tokens before its own (PEFT's prompt and prefix
+    tuning), which shift the rows of hidden states.
     """
     model = unwrapped(module)
     if getattr(getattr(model, "config", None), "return_dict", True) is False:
@@ -186,7 +181,7 @@ def logit_changes(config: Any) -> dict[str, float]:
 
 
 class Projection:
-    """The way from a HuggingFace model's last hidden states to the logits that it returns. It runs no hooks of the head."""
+    """The way from a HuggingFace model's last hidden states to its logits. It runs no hooks of the head."""
 
     def __init__(self, model: Any) -> None:
         self._head: Any = unwrapped(model.get_output_embeddings())
@@ -213,10 +208,9 @@ class ModelTaps(Taps):
             model(input_ids=..., use_cache=False)
             tap.scalar.backward()
 
-    Inside `with`, parameters are frozen: a backward computes no weight gradient and changes no `.grad`. The model may
-    be wrapped by FSDP1 or FSDP2, with PEFT adapters, activation checkpointing and autocast. With
-    `checkpoint_activations`, the backward recomputes the layers' activations. `fused` says that the model's forward takes the
-    projection's weight and does not call the projection (verl's fused kernels).
+    Inside `with`, parameters are frozen: a backward computes no weight gradient and changes no `.grad`. With
+    `checkpoint_activations`, it recomputes the layers' activations. `fused`: the model's forward takes the projection's weight
+    and does not call the projection (verl's fused kernels).
 
     Raises:
         UnsupportedModelError: see `check_model`.
@@ -226,9 +220,7 @@ class ModelTaps(Taps):
     def __init__(self, module: nn.Module, checkpoint_activations: bool = False, fused: bool = False) -> None:
         super().__init__()
         check_model(module)
-        self.module = module
-        self.checkpoint_activations = checkpoint_activations
-        self.fused = fused
+        self.module, self.checkpoint_activations, self.fused = module, checkpoint_activations, fused
         self._hidden: Tensor | None = None
 
     def install(self) -> None:
@@ -243,26 +235,21 @@ class ModelTaps(Taps):
                 if isinstance(module, GradientCheckpointingLayer):
                     self._recompute(module)
                 elif getattr(module, "gradient_checkpointing", False):  # the model itself checkpoints its layers
-                    self.put_into_train_mode(module)
+                    self.change(module, "training", True)
         model: Any = unwrapped(self.module)
         # Hooks run inside FSDP1's wrapper and before FSDP2's hooks: there, a separately sharded head is gathered.
         # A call of the wrapper would gather weights once per chunk of rows, and ranks have different numbers of chunks.
         head = unwrapped(model.get_output_embeddings())
-        of_projection: list[tuple[Any, Any, dict[str, bool]]] = [
-            # ZeRO-3 expects the head's backward before the backward of its input. This pass runs no head backward.
-            (head.register_forward_pre_hook, self._detach_hidden, {"prepend": hasattr(head, "ds_id")}),
-            (head.register_forward_hook, self._probe_rows, {"prepend": True}),
-        ]
+        self.callback(model.get_input_embeddings().register_forward_hook(self._make_leaf).remove)
         if self.fused:
-            of_projection = [(model.get_decoder().register_forward_hook, self._detach_last_hidden, {})]
-        hooks: tuple[tuple[Any, Any, dict[str, bool]], ...] = (
-            (model.get_input_embeddings().register_forward_hook, self._make_leaf, {}),
-            *of_projection,
-            # FSDP gathers weights again for the backward, as in training, if an output of the model is differentiable.
-            (model.register_forward_hook, self._attach_scalar, {"prepend": True}),
-        )
-        for register, hook, first in hooks:
-            self.callback(register(hook, **first).remove)
+            self.callback(model.get_decoder().register_forward_hook(self._detach_last_hidden).remove)
+        else:
+            # ZeRO-3 expects the head's backward before the backward of its input. This pass runs no head backward.
+            first = hasattr(head, "ds_id")
+            self.callback(head.register_forward_pre_hook(self._detach_hidden, prepend=first).remove)
+            self.callback(head.register_forward_hook(self._probe_rows, prepend=True).remove)
+        # FSDP gathers weights again for the backward, as in training, if an output of the model is differentiable.
+        self.callback(model.register_forward_hook(self._attach_scalar, prepend=True).remove)
         self.callback(setattr, self, "_hidden", None)
 
     def _recompute(self, layer: GradientCheckpointingLayer) -> None:
@@ -281,7 +268,7 @@ class ModelTaps(Taps):
 
             return checkpoint(in_eval_mode, *args, use_reentrant=False)
 
-        self.put_into_train_mode(layer)
+        self.change(layer, "training", True)
         self.change(layer, "gradient_checkpointing", True)
         self.change(layer, "_gradient_checkpointing_func", checkpointed)
 

@@ -1,7 +1,4 @@
-"""The bytes that each token of a response contributes to its text.
-
-The answer is searched in the text and scores are per token; the number of bytes of each token links the two.
-"""
+"""The bytes that each token of a response contributes to its text, in which the answer is searched."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MOST_WAITING = 8
 """Maximum number of tokens that wait for their text. A character has at most four; without a limit, time is quadratic."""
 
-
 # The inverse of GPT-2's table from bytes to characters: printable Latin-1 is itself, the other bytes are counted from 256.
 _PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
@@ -30,18 +26,14 @@ class TokenBytes:
     """Turns the token ids of a response into the bytes of each token.
 
     ``b"".join(token_bytes.pieces(ids))`` is the text that ``tokenizer.decode(ids, skip_special_tokens=True,
-    clean_up_tokenization_spaces=False)`` returns, in UTF-8. One difference is intended: ``pieces`` keeps bytes that are not
-    valid UTF-8 (a character cut in half), for which ``decode`` returns replacement characters.
-
-    The tokenizer's decoder says how a token becomes bytes:
+    clean_up_tokenization_spaces=False)`` returns, in UTF-8, but keeps bytes that are not valid (a character cut in half).
 
     - byte-level BPE (GPT-2, Qwen, Llama 3): by GPT-2's table;
     - SentencePiece in the ``tokenizers`` format (Llama 2, Gemma, T5): ``▁`` is a space, ``<0x0A>`` a byte, and ``pieces``
       drops the space before the first word if ``decode`` does;
-    - others (WordPiece, tokenizers in pure Python): by decoding each token after its predecessor, which is slower. If a
-      character consists of several tokens, the last one has all its bytes. The same holds for white space that ``decode``
-      shows only before other text; if it has more than eight tokens, some is lost. The text equals ``decode``'s if the text
-      of a token depends on its neighbours only.
+    - others (WordPiece, tokenizers in pure Python): by decoding each token after its predecessor, which is slower. The last
+      token of a character has all its bytes, likewise of white space that ``decode`` shows only before other text; of more
+      than eight tokens, some is lost. The text equals ``decode``'s if the text of a token depends on its neighbours only.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -62,17 +54,12 @@ class TokenBytes:
         self._by_table = self._byte_level or sentence_piece
 
     def pieces(self, ids: Sequence[int] | torch.Tensor) -> list[bytes]:
-        """Returns the bytes of each token of one response.
-
-        They are ``b""`` for special tokens and ids outside the vocabulary (padded embeddings, ignore indices).
-        """
+        """The bytes of each token of one response, ``b""`` for special tokens and ids outside the vocabulary."""
         id_list: list[int] = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
         if not self._by_table:
             return self._decoded_in_context(id_list)
-        table = self._table
-        for token_id in set(id_list) - table.keys():
-            table[token_id] = self._bytes_of(token_id)
-        pieces = [table[token_id] for token_id in id_list]
+        self._table |= {token_id: self._bytes_of(token_id) for token_id in set(id_list) - self._table.keys()}
+        pieces = [self._table[token_id] for token_id in id_list]
         first = next((position for position, piece in enumerate(pieces) if piece), None)
         if self._drops_first_space and first is not None:
             pieces[first] = pieces[first].removeprefix(b" ")

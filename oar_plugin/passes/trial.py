@@ -1,8 +1,7 @@
 """One short forward per model object, before its first scores: does the model compute what the hooks assume?
 
-The configuration cannot tell, because every new model has new keys. The trial compares values:
-* the model's own logits with the projection of the tapped rows, from which scores come;
-* the logits of a sequence's first tokens with those of the same tokens in another row, where no more tokens follow.
+The configuration cannot tell, because every new model has new keys. The trial compares the model's own logits with those of the
+tapped rows, and the logits of a sequence's first tokens with those of the same tokens in a row where no more tokens follow.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,10 +35,10 @@ class Reading(Tap):
         rows_only: bool = False,
         fused: tuple[float, Tensor] | None = None,
     ) -> None:
-        local_N = layout.local_T if row_N is None else layout.local_T[row_N]
-        self.layout, self.num_rows, self.fused = layout, len(local_N), fused
-        if fused is not None and row_N is not None:
-            self.fused = fused[0], fused[1][row_N]
+        chosen = slice(None) if row_N is None else row_N
+        local_N = layout.local_T[chosen]
+        self.layout, self.num_rows = layout, len(local_N)
+        self.fused = fused and (fused[0], fused[1][chosen])
         position_N, self.held_N = to_device(layout.device, local_N[local_N >= 0], (local_N >= 0).nonzero()[:, 0])
         super().__init__(position_N, self._read, rows_only)
         self.tapped_NV = self.own_NV = torch.zeros(0)  # from the projection; from the model, unless `rows_only`
@@ -87,10 +86,7 @@ def change(got_NV: Tensor, want_NV: Tensor, eps: float) -> str:
 
 
 def fault(trial: Reading, changes: Mapping[str, float]) -> str:
-    """What differs, and by how much; empty if nothing does.
-
-    `trial` has read the two sequences of `check_by_trial`, or the first `TOKENS` of one. `changes`: see `logit_changes`.
-    """
+    """What differs; empty: nothing. `trial` has read the two sequences of `check_by_trial`, or the first `TOKENS` of one."""
     own_NV, tapped_NV = trial.own_NV.float(), trial.tapped_NV.float()
     shape = tapped_NV.shape if trial.fused is None else (len(tapped_NV), 2)
     if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != shape:
@@ -105,8 +101,7 @@ def fault(trial: Reading, changes: Mapping[str, float]) -> str:
         log_prob_N = WHOLE_VOCABULARY.log_prob(sampled_NV[inside_N], next_N[inside_N])
         # Kernels keep sums that logits round.
         found = _difference(own_NV[:, 0], entropy_N, entropy_N, 16 * trial.eps + 1e-4)
-        # A logit less a mean of logits. Between the two, each is rounded at most three times by eps / 2: as a logit in the
-        # kernels and here, and by the temperature.
+        # A logit less a mean of logits, each rounded at most three times by eps / 2: in the kernels, here, by the temperature.
         found = found or _difference(own_NV[inside_N, 1], log_prob_N, sampled_NV, 3 * trial.eps + 1e-4)
     if found:
         said = ", ".join(f"{name}={value}" for name, value in changes.items())
@@ -120,7 +115,7 @@ def fault(trial: Reading, changes: Mapping[str, float]) -> str:
 def _difference(own: Tensor, want: Tensor, scale: Tensor, allowed: float) -> str:
     """How the model's values `own` differ from those of the projection, `want`; empty if by no more than `allowed`.
 
-    Both have one shape. The difference is measured relative to the largest absolute number in `scale`, of any shape.
+    The difference is measured relative to the largest absolute number in `scale`, of any shape.
     """
     # A model may return -inf for tokens that it never writes. A difference to NaN is NaN, which no number allows.
     difference = torch.where(own == want, 0.0, (own - want).abs())
@@ -138,12 +133,8 @@ def check_by_trial(
 ) -> None:
     """Runs the trial, unless this model object passed one or the importance runs no model.
 
-    All ranks that share the model's weights must call this together.
-
-    Args:
-        token_T: tokens of the batch; the first ones are used.
-        read: takes two sequences and runs the host's model on them; returns a `Reading` of all tokens.
-        max_over_ranks: takes a count, returns its maximum over ranks, which must decide alike.
+    All ranks that share the model's weights must call this together. `read` takes two sequences, the first tokens of `token_T`,
+    runs the host's model on them, and returns a `Reading` of all tokens. `max_over_ranks` returns a count's maximum over ranks.
 
     Raises:
         UnsupportedModelError: names the model's class, what differs, and by how much.

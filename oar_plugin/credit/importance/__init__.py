@@ -30,11 +30,7 @@ IMPORTANCES: dict[str, Importance] = {
 
 
 def importance_of(name: str) -> Importance:
-    """Returns the importance with this name. `python:<module>:<class>` names a user's own.
-
-    Raises:
-        ValueError: there is no such importance, or the class cannot be used. The message says why.
-    """
+    """Returns the importance with this name. ValueError: there is none, or a user's own class cannot be used."""
     if name in IMPORTANCES:
         return IMPORTANCES[name]
     kind = imported(name, f"allowed: {', '.join(IMPORTANCES)}, or python:<module>:<class>")

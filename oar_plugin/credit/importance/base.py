@@ -1,9 +1,8 @@
 """The class `Importance`: how much each reasoning token of a response matters. Engines, planner and messages need nothing else.
 
-An importance with gradients has one or more `Backward`s. Each starts from the scalar `J = sum(coefficients * logits)`, with
-fixed coefficients, and ends at the input embeddings; `score` makes one number per token of gradient and embedding. `combine`
-makes the importance of these numbers. `oar_plugin.passes` runs the model. Because coefficients are fixed, no graph over the
-vocabulary is needed, and each rank adds its part of the rows or columns.
+Each `Backward` starts from the scalar `J = sum(coefficients * logits)`, whose coefficients are fixed, so that no graph over the
+vocabulary is needed, and each rank adds its part of the rows or columns. It ends at the input embeddings. `score` makes one
+number per token of gradient and embedding, `combine` the importance of these numbers. `oar_plugin.passes` runs the model.
 
 Shape suffixes: N rows, V vocabulary, T tokens, H hidden size, K backwards, B responses, L longest response.
 """
@@ -20,8 +19,9 @@ from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 Start = Literal["probe", "answer", "reasoning", "later"]
 Reading = Literal["entropy", "log_prob"]
-Shown = Literal["truth", "own"]
-"""An answer that another prompt of a response shows: the right one, or the response's own one, which is wrong."""
+Shown = Literal[
+    "truth", "own"
+]  # the answer in another prompt: the right one, or the response's own one, which is wrong
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,10 @@ class Backward:
     """One backward to the input embeddings. `rows` are the logits that it starts from.
 
     * `probe`: the rows of `algorithm.oar.probe`, pooled to one row per response for `last` and `answer_mean`, weighted by
-      their shares for `answer_joint`.
-    * `answer`: the probe's rows without pooling.
+      their shares for `answer_joint`. `answer`: the probe's rows without pooling.
     * `reasoning`: each row that predicts a reasoning token. `later`: also each row that predicts an answer token.
 
-    With `noise`, Gaussian noise of scale `algorithm.oar.sigma` is added to the reasoning embeddings. The first forward of the
-    pass is then noise-free.
+    `noise` adds Gaussian noise of scale `algorithm.oar.sigma` to the reasoning embeddings, after a first noise-free forward.
     """
 
     rows: Start = "probe"
@@ -46,7 +44,6 @@ class Backward:
 
     @property
     def of_reasoning(self) -> bool:
-        """Whether it starts from rows that predict reasoning tokens."""
         return self.rows in ("reasoning", "later")
 
 
@@ -96,15 +93,12 @@ class Parts:
 
     @property
     def entropy_BL(self) -> Tensor:
-        """Entropy in nats, float32, of the distribution that each reasoning token was drawn from.
-
-        It is also there at answer tokens if a backward starts from `later` rows. AttributeError: `reads` lacks "entropy".
-        """
+        """Entropy in nats, float32, of the distribution that each reasoning token (with `later` rows, answer token) is from."""
         return self._reading("entropy")
 
     @property
     def log_prob_BL(self) -> Tensor:
-        """Log-probability of the same tokens, float32. AttributeError: `reads` lacks "log_prob"."""
+        """Log-probability of the same tokens, float32."""
         return self._reading("log_prob")
 
     def _reading(self, name: str) -> Tensor:
@@ -168,7 +162,6 @@ class Importance:
 
     @property
     def noisy(self) -> bool:
-        """Whether a backward starts from a perturbed forward."""
         return any(backward.noise for backward in self.backwards)
 
     @property

@@ -1,7 +1,7 @@
 """Checks a user's own importance on small tensors when a run starts.
 
-Its methods must give the same on every layout: on a part of the vocabulary as on all of it, for a row alone as in a batch, in
-bf16 as in float32 but for rounding. Each call gets new tensors, as in a pass: a method may write into its arguments.
+Its methods must give the same on part of the vocabulary as on all of it, for a row alone as in a batch, in bf16 as in float32
+but for rounding. Each call gets new tensors, as in a pass: a method may write into its arguments.
 """
 
 from collections.abc import Callable

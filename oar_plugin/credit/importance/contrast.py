@@ -2,24 +2,14 @@
 
     c_t = log p(y_t | prompt with the right answer) - log p(y_t | prompt)        I_t = min(max(0, sign(A) c_t), CLIP)
 
-in nats, at the sampling temperature. In a response that is better than its group (advantage `A > 0`) tokens score that the
-right answer makes more likely, in a worse one tokens that it makes less likely. Weights change the size of advantages and never
-their sign. Sources: RLSD (arXiv 2604.03128), whose teacher is the same policy, shown the right answer; SDPO (arXiv 2601.20802),
-where this log-ratio is the advantage. `contrast_own` is the idea of RLCSD (arXiv 2606.11709):
+in nats, at the sampling temperature: weights change the size of advantages `A` and never their sign. From RLSD (arXiv
+2604.03128) and SDPO (arXiv 2601.20802), where this log-ratio is the advantage. `contrast_own` is the idea of RLCSD (arXiv
+2606.11709): its second prompt shows the response's own wrong answer, so that the change of style that any shown answer causes
+cancels. Two extra forwards.
 
-    c_t = log p(y_t | prompt with the right answer) - log p(y_t | prompt with the response's own answer)
-
-A prompt with an answer also changes the style of what follows. Here both prompts have one, so this cancels. Two extra forwards.
-
-What differs from the papers:
-
-* RLSD's weight is `(1 - lambda) + lambda clip(exp(sign(A) c_t), 1 - eps, 1 + eps)`. Here a token that the answer does not speak
-  for has importance 0, and the gate makes weights that average 1.
-* The papers show a worked solution. Here the prompt shows the final answer, the `ground_truth` of a rule-based reward
-  (`algorithm.oar.context.template`).
-* RLCSD's wrong answer may be another response's. Here it is the response's own, so only responses with a negative advantage
-  are scored; others fall back to GRPO (`no_context`).
-* The answer itself has weight 1, as under every importance.
+What differs from the papers: RLSD's weight is `(1 - lambda) + lambda clip(exp(sign(A) c_t), 1 - eps, 1 + eps)`, here the gate
+makes weights that average 1. The prompt shows the final answer (`algorithm.oar.context.template`), not a worked solution.
+RLCSD's wrong answer may be another response's; under `contrast_own` responses without a negative advantage fall back.
 """
 
 from collections.abc import Iterator, Mapping

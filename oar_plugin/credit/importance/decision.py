@@ -1,18 +1,14 @@
 """How far the choice of a token moves later decisions, including the answer's, in nats. One backward. Not in the paper.
 
-In a chain each step continues from the last result. With later steps teacher-forced, the answer no longer depends on early
-results, so an importance of the answer alone treats all steps except the last like filler. Here every later row of logits
-counts. Let `u` be a random sign per row, `margin` the row's highest logit minus the second highest, and `H` the entropy of the
-row's distribution at the sampling temperature:
+With later steps teacher-forced, the answer of a chain depends on its last step alone, so here every later row of logits counts.
+With a random sign `u` per row, its highest logit minus the second highest, `margin`, and its entropy `H` as sampled:
 
     J = sum_rows u exp(-H) margin        I_t = ||dJ / de_t|| ||e_t|| / sqrt(d) * (1 - exp(-(H_t / SURE)^2))
 
-* The margin of a sure row has the same slope as that of an open row: it does not saturate. The second token of a sure row is
-  often never written, so a long tail of the vocabulary changes the scores (`benchmarks/results/soundness.md`).
-* `exp(-H)` gives little weight to rows of high entropy, because what moves them moves filler.
-* `||g|| ||e|| / sqrt(d)` says how far a margin moves if the embedding moves by its own length in a random direction, whatever
-  the unit of the embeddings. The last factor is 0 for a token that was not a choice (form, a copy).
-  `benchmarks/results/marks_cpu.md` shows which tokens score high.
+* A margin does not saturate. A sure row's second token is often never written, so a long tail of the vocabulary changes the
+  scores (`benchmarks/results/soundness.md`). Rows of high entropy count little: what moves them moves filler.
+* `||g|| ||e|| / sqrt(d)`: how far a margin moves if the embedding moves by its own length in a random direction. The last
+  factor is 0 for a token that was not a choice. `benchmarks/results/marks_cpu.md` shows which tokens score high.
 """
 
 import torch
@@ -23,9 +19,7 @@ from oar_plugin.credit.noise import signs
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 SURE = 0.5
-"""Nats. At this entropy the last factor is about two thirds, at a tenth of it a hundredth.
-
-It was chosen by which tokens score high, on models 0 and 1 of the tasks of `benchmarks.learning`, before any comparison of
+"""Nats. Chosen by which tokens score high, on models 0 and 1 of the tasks of `benchmarks.learning`, before any comparison of
 learning. The square keeps the tail of a large vocabulary, a few hundredths of a nat, from making a sure token a choice."""
 
 

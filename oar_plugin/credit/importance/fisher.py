@@ -1,14 +1,11 @@
 """The Fisher norm: how far a token's embedding moves the answer's distribution, over all directions. The default.
 
-With `p` the probe's distribution and `u` one random sign vector,
+With the probe's distribution `p` and a random sign vector `u` (each row of AS-Joint has its own),
 
     c = sqrt(p) u - p <sqrt(p), u>        J = sum_v c_v z_v        I_t = ||dJ / de_t||^2
 
-`c` is a random root of the softmax's Fisher matrix: the expectation of `I_t` over `u` is the trace of token `t`'s block of the
-answer's Fisher information with respect to the inputs. Not in the paper. It agrees with exact OAR-P better than OAR-G does
-(Spearman 0.77 against 0.54 on nine small trained models, `benchmarks/results/fidelity_cpu.md`). It takes one backward and
-needs no noise, which bf16 rounding can hide. AS-Joint has one distribution per answer token, and its Fisher matrix is the sum
-over tokens: each row has other signs.
+The expectation of `I_t` is the trace of token `t`'s block of the answer's Fisher information. Not in the paper. It agrees with
+exact OAR-P better than OAR-G does (`benchmarks/results/fidelity_cpu.md`), and needs no noise, which bf16 rounding can hide.
 """
 
 from torch import Tensor

@@ -1,12 +1,10 @@
 """OAR-G, the paper's gradient estimator (arXiv 2601.07408): KL under noise, gradient times input.
 
-With noise `eps ~ N(0, sigma^2)` on the embeddings of the reasoning tokens, `P` from a noise-free forward and `P_noisy` from a
-perturbed one:
+With `P` from a noise-free forward, `P_noisy` from one with noise `N(0, sigma^2)` on the reasoning embeddings:
 
-    J = KL(P || P_noisy)        I_t = |<dJ / de_t, e_t>|
+    J = KL(P || P_noisy)    dJ/dz = P_noisy - P        AS-Joint: J = -mean_j log p(a_j)    dJ/dz_j = (p_j - onehot(a_j)) share_j
 
-`dJ/dz = P_noisy - P`; with this factor fixed, `J` is linear in the logits. For AS-Joint, `J` is the drop of the answer's mean
-log-probability, `dJ/dz_j = (p_j - onehot(a_j)) share_j`. One noise-free forward, then a forward and a backward per draw.
+and `I_t = |<dJ / de_t, e_t>|`. One noise-free forward, then a forward and a backward per draw.
 """
 
 import torch

@@ -41,10 +41,9 @@ def log_distribution(logits_KV: Tensor) -> Tensor:
 def divergence(reference: Tensor, outcome_K: Tensor, probe: Probe) -> Tensor:
     """Returns `KL(reference || outcome)` of each copy, float64 `[K]`, for log-distributions `[V]` and `[K, V]`.
 
-    For the probe `answer_joint`, both are mean log-probabilities, a scalar and `[K]`; their difference is negative if the copy
-    makes the answer *more* likely. Tokens of probability 0 in the reference (banned ones) add nothing.
+    For the probe `answer_joint`, both are mean log-probabilities, a scalar and `[K]`, and the result is their difference.
     """
     if probe == "answer_joint":
         return reference.double() - outcome_K.double()
     terms_KV = reference.exp() * (reference - outcome_K)
-    return terms_KV.masked_fill(reference == -math.inf, 0.0).sum(-1)
+    return terms_KV.masked_fill(reference == -math.inf, 0.0).sum(-1)  # of banned tokens
