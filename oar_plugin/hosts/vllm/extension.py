@@ -52,13 +52,9 @@ class OutcomeExtension:
                 "neither _get_prompt_logprobs_dict nor prompt_logprobs_worker: set algorithm.oar.perturbation.backend=actor"
             )
         model = runner.get_model()
-
-        def project(hidden_RD: Tensor) -> Tensor | None:
-            # Call the class's function. verl replaces the instance's function by one that masks tokens that must not
-            # be sampled, but the actor's distribution includes these tokens.
-            return type(model).compute_logits(model, hidden_RD)
-
-        recorder = OutcomeRecorder(project)
+        # Call the class's function. verl replaces the instance's function by one that masks tokens that must not be
+        # sampled, but the actor's distribution includes these tokens.
+        recorder = OutcomeRecorder(lambda hidden_RD: type(model).compute_logits(model, hidden_RD))
         install(runner, recorder)
         runner.oar_recorder = recorder
 
