@@ -239,10 +239,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         )
 
     async def _call(self, task: ScoringTask, after_exchange: bool) -> ScoringResult:
-        """Call one engine once, and return every error as a fault.
-
-        `after_exchange`: first wait, without a time limit, until the engine admits requests after a weight exchange.
-        """
+        """Call one engine, and return every error as a fault. `after_exchange`: first wait, without limit, until it admits."""
         request_id = f"oar-{id(task)}-{time.monotonic_ns()}"
         client, server_id, call = self.llm_client, None, None
         try:

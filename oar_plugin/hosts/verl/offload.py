@@ -104,8 +104,8 @@ class OffloadRecord:
 
     @classmethod
     def from_row(cls, row: Tensor) -> OffloadRecord:
-        *counts, generated_at = row[:-_DECILES].tolist()
-        return cls(*map(int, counts), generated_at=generated_at, done_at=tuple(row[-_DECILES:].tolist()))
+        status, attempts, copies, retried, tokens, cached_tokens = map(int, row[:6].tolist())
+        return cls(status, attempts, copies, retried, tokens, cached_tokens, row[6].item(), tuple(row[7:].tolist()))
 
     def done_by(self, moment: float) -> float:
         """Number of copies that were finished at a moment of the wall clock, interpolated."""

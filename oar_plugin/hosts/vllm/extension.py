@@ -34,11 +34,7 @@ class OutcomeExtension:
     model_runner: Any
 
     def oar_install(self) -> None:
-        """Make the worker return outcomes for tagged requests. A second call changes nothing.
-
-        Raises:
-            RuntimeError: the worker's model runner has no method or attribute that returns prompt rows.
-        """
+        """Make the worker return outcomes for tagged requests, once. RuntimeError: the model runner is unknown."""
         runner = self.model_runner
         if hasattr(runner, "oar_recorder"):
             return
