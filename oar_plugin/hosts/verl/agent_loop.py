@@ -29,7 +29,7 @@ from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
 from oar_plugin.hosts.verl.settings import resolve
-from oar_plugin.hosts.vllm.scorer import Fault, ScoringResult, ScoringTask
+from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
 from oar_plugin.passes.request import replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, segment_response
 from oar_plugin.passes.tokens import TokenBytes
@@ -57,9 +57,7 @@ ZERO_WHEN_EQUAL = ("grpo", "rloo", "opo")
 class Group:
     """The responses to one prompt. `matters` returns whether to score them, as early as this is known.
 
-    Args:
-        size: number of responses that will be reported.
-        decides: whether equal rewards make all advantages zero. If False, every response is scored, without waiting.
+    `size` sessions will be reported. `decides`: equal rewards make all advantages zero; otherwise every response is scored.
     """
 
     def __init__(self, size: int, decides: bool) -> None:
@@ -205,17 +203,16 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     ) -> tuple[ScoringResult, OffloadRecord]:
         """Return the result of a response's last attempt, and its record."""
         task = self._task(output, segments, step)
-        fault: Fault | None = None
+        result = ScoringResult()
         for attempts in range(1, ATTEMPTS + 1):
             began = time.time()
-            result = await self._call(task, after_exchange=fault == "aborted")
-            fault = result.fault
-            if fault in (None, "too_long"):
+            result = await self._call(task, after_exchange=result.fault == "aborted")
+            if result.fault in (None, "too_long"):
                 break
-            logger.warning("OAR: an engine could not score a response (%s), attempt %d", fault, attempts)
+            logger.warning("OAR: an engine could not score a response (%s), attempt %d", result.fault, attempts)
         return result, replace(
             record,
-            status=STATUS_OF_FAULT[fault],
+            status=STATUS_OF_FAULT[result.fault],
             attempts=attempts,
             copies=result.copies,
             retried=result.retried,
@@ -242,10 +239,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         )
 
     async def _call(self, task: ScoringTask, after_exchange: bool) -> ScoringResult:
-        """Call one engine once, and return every error as a fault.
-
-        `after_exchange`: first wait, without a time limit, until the engine admits requests after a weight exchange.
-        """
+        """Call one engine, and return every error as a fault. `after_exchange`: first wait, without limit, until it admits."""
         request_id = f"oar-{id(task)}-{time.monotonic_ns()}"
         client, server_id, call = self.llm_client, None, None
         try:

@@ -45,11 +45,9 @@ _DECILES = 11
 
 
 def switch_on(config: DictConfig, oar: OarConfig) -> None:
-    """Set what the offload needs in verl's configuration, and register servers that can score.
+    """Set our agent-loop manager and vLLM's priority scheduling, and register servers that can score.
 
-    * the agent-loop manager, verl's extension point;
-    * vLLM's priority scheduling, so that copies run after generation. Requests for generation all have the same priority and
-      keep the order of their arrival.
+    Copies run after generation, whose requests all have the same priority and keep the order of their arrival.
     """
     from oar_plugin.hosts.verl import rollout_server
 
@@ -70,10 +68,8 @@ def actor_may_help(status_B: Tensor) -> Tensor:
 def merged(data: TensorDict, asked_B: Tensor, padding_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (nested like `advantages`), status `[B]` and measures `[B, 4]`: the actor's where it was asked, or the engines'.
 
-    Args:
-        data: nested `advantages`, the engines' fields, and the actor's if it was asked for any row.
-        asked_B: bool, rows that the actor was to score.
-        padding_B: bool, rows that verl added to fill up the batch: copies of others, shorter than what the engines scored.
+    `data` has nested `advantages`, the engines' fields, and the actor's if it was asked for any row (bool `asked_B`). The rows
+    of `padding_B` (bool) are copies of others that fill up verl's batch, shorter than what the engines scored.
     """
 
     def chosen(name: str) -> list[Tensor]:
@@ -124,9 +120,7 @@ def deciles(moments: Sequence[float]) -> tuple[float, ...]:
 def offload_metrics(rows: Sequence[Tensor], asked_B: Tensor) -> dict[str, float]:
     """Metrics of a batch, by name without prefix.
 
-    Args:
-        rows: the records (`OFFLOAD`) of a batch without verl's padding rows, which are copies of others.
-        asked_B: bool `[B]`, the rows that the actor was asked for.
+    `rows` are the records (`OFFLOAD`) of a batch without verl's padding rows; the actor was asked for the rows of `asked_B`.
 
     Returns counts, `left_for_actor` (share of the rows that the actor had to help with), and, where anything was sent to an
     engine, `scored` (share of it that the engines scored), `cached_share` (tokens that the prefix cache saved), `hidden_share`

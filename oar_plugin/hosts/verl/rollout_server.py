@@ -68,10 +68,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
         return result
 
     async def oar_wait_open(self) -> None:
-        """Return when copies are admitted again after an exchange of weights, however long that takes.
-
-        Return at once where this server leaves verl's rotation: nobody knows when it comes back.
-        """
+        """Wait until copies are admitted, but not for a server that leaves verl's rotation: it may never come back."""
         if not self._leaving:
             await self._open.wait()
 

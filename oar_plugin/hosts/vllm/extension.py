@@ -34,11 +34,7 @@ class OutcomeExtension:
     model_runner: Any
 
     def oar_install(self) -> None:
-        """Make the worker return outcomes for tagged requests. A second call changes nothing.
-
-        Raises:
-            RuntimeError: the worker's model runner has no method or attribute that returns prompt rows.
-        """
+        """Make the worker return outcomes for tagged requests, once. RuntimeError: the model runner is unknown."""
         runner = self.model_runner
         if hasattr(runner, "oar_recorder"):
             return
@@ -52,13 +48,9 @@ class OutcomeExtension:
                 "neither _get_prompt_logprobs_dict nor prompt_logprobs_worker: set algorithm.oar.perturbation.backend=actor"
             )
         model = runner.get_model()
-
-        def project(hidden_RD: Tensor) -> Tensor | None:
-            # Call the class's function. verl replaces the instance's function by one that masks tokens that must not
-            # be sampled, but the actor's distribution includes these tokens.
-            return type(model).compute_logits(model, hidden_RD)
-
-        recorder = OutcomeRecorder(project)
+        # Call the class's function. verl replaces the instance's function by one that masks tokens that must not be
+        # sampled, but the actor's distribution includes these tokens.
+        recorder = OutcomeRecorder(lambda hidden_RD: type(model).compute_logits(model, hidden_RD))
         install(runner, recorder)
         runner.oar_recorder = recorder
 

@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -68,7 +68,7 @@ class DrawSpec:
     seeds: tuple[int, ...]  # see `perturbation.sample_replacements`
 
     def __post_init__(self) -> None:
-        ascending = all(a < b for a, b in pairwise((0, *self.at)))
+        ascending = [0, *self.at] == sorted({0, *self.at})
         if not self.at or not ascending or not len(self.at) == len(self.avoid) == len(self.seeds):
             raise ValueError(f"not a request that can draw tokens: {self}")
 
@@ -167,11 +167,9 @@ class OutcomeRecorder:
         self._references: OrderedDict[str, tuple[Probe, Tensor]] = OrderedDict()
 
     def step(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> dict[str, Tensor]:
-        """Read the results of one engine step. Does not wait for the device.
+        """Read the results of one engine step, whose packed tokens have `hidden_TD`. Does not wait for the device.
 
-        Args:
-            hidden_TD: hidden states of the step's tokens, packed.
-            items: the tagged requests in this step, in the same order on all ranks.
+        `items` are the tagged requests in this step, in the same order on all ranks.
 
         Returns for each request whose prompt ends in this step: `[score, rows]` and the drawn tokens, float32 on the device
         (exact up to 2^24). `rows` is the number of rows that were read. The score is the divergence in nats; it is 0 for a

@@ -105,10 +105,8 @@ class ResponseScorer:
     async def score(self, task: ScoringTask, timeout_s: float | None = None) -> ScoringResult:
         """Compute the importance of one response.
 
-        Args:
-            task: what to score.
-            timeout_s: time limit of one request in the engine, in seconds; None: no limit. Waiting in the throttle does
-                not count, because its duration depends on generation.
+        `timeout_s` is the time limit of one request in the engine, in seconds; None: no limit. Waiting in the throttle does not
+        count, because its duration depends on generation.
 
         Returns a result; it has a fault if importance could not be computed. Only cancellation is raised. When this returns or
         is cancelled, no request of it is left in the engine. Newer references later replace its reference.
@@ -191,19 +189,16 @@ class _Run:
 
     async def _attempt_twice(self, token_ids: Sequence[int], spec: Spec) -> list[float]:
         """Return the drawn tokens, or `[score]`. A request without a finite result is repeated without the cache."""
-        numbers = await self._attempt(token_ids, spec, use_cache=True)
-        if numbers is None or not math.isfinite(numbers[0]):
+        score, rows, *drawn = await self._attempt(token_ids, spec, use_cache=True)
+        if not math.isfinite(score):
             self.result.retried += 1
-            numbers = await self._attempt(token_ids, spec, use_cache=False)
-        if numbers is None:
-            raise _Failure("failed")
-        score, rows, *drawn = numbers
+            score, rows, *drawn = await self._attempt(token_ids, spec, use_cache=False)
         if not math.isfinite(score):
             raise _Failure("non_finite" if rows == len(spec.rows(len(token_ids))) else "failed")
         return drawn if isinstance(spec, DrawSpec) else [score]
 
-    async def _attempt(self, token_ids: Sequence[int], spec: Spec, use_cache: bool) -> list[float] | None:
-        """Return the numbers that `OutcomeRecorder.step` returned for a request; None if some of them are missing."""
+    async def _attempt(self, token_ids: Sequence[int], spec: Spec, use_cache: bool) -> list[float]:
+        """Return the numbers that `OutcomeRecorder.step` returned for a request; NaN if some of them are missing."""
         scorer, salt = self.scorer, self.key if use_cache else uuid.uuid4().hex
         async with scorer.throttle.slot():
             try:
@@ -220,7 +215,8 @@ class _Run:
         if not output.outputs or output.outputs[0].finish_reason == "abort":  # by a host before an exchange of weights
             raise _Failure("aborted")
         numbers = numbers_of(output)
-        return numbers if len(numbers) == 2 + (len(spec.at) if isinstance(spec, DrawSpec) else 0) else None
+        expected = 2 + (len(spec.at) if isinstance(spec, DrawSpec) else 0)
+        return numbers if len(numbers) == expected else [math.nan] * 2
 
 
 async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, float]]) -> list[float]:
@@ -248,16 +244,9 @@ async def tagged_request(
     lora_request: LoRARequest | None = None,
     admit: Admit = nullcontext,
 ) -> RequestOutput:
-    """Run one request to its end. If this call is cancelled, the request is aborted.
+    """Run one request to its end. If this call is cancelled, the request is aborted. Raises `Refused`.
 
-    Args:
-        engine: its workers have `OutcomeExtension` installed.
-        token_ids: the whole prompt.
-        salt: only requests with the same salt share blocks of the prefix cache.
-        use_cache: whether to read the prefix cache. Rows of cached positions are not computed (see `outcomes`).
-
-    Raises:
-        Refused: `admit` raised an exception.
+    Only requests with the same `salt` share blocks of the prefix cache. Without `use_cache`, the request reads none of it.
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
