@@ -10,8 +10,10 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-import oar_plugin
 from oar_plugin.output import say
+from oar_plugin.runs.recipe import recipes_folder
+
+PATCHES = recipes_folder().with_name("patches")
 
 
 class PatchError(Exception):
@@ -19,7 +21,7 @@ class PatchError(Exception):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    hosts = {file.name.rpartition("-")[0] for file in patches_folder().glob("*.patch")}
+    hosts = {file.name.rpartition("-")[0] for file in PATCHES.glob("*.patch")}
     parser.add_argument("host", choices=sorted(hosts))
     parser.add_argument("--check", action="store_true", help="say what would be done, and change nothing")
     parser.add_argument("--revert", action="store_true", help="remove the patch again")
@@ -41,12 +43,6 @@ def run(args: argparse.Namespace) -> int:
         return 1
 
 
-def patches_folder() -> Path:
-    """Return the folder with the patches: in the installed package, or beside it in a checkout."""
-    package = Path(oar_plugin.__file__).parent
-    return package / "patches" if (package / "patches").is_dir() else package.parent / "patches"
-
-
 def patch(host: str, path: Path | None = None, check: bool = False, revert: bool = False) -> str:
     """Apply or revert the patch for a host in `path` (None: where Python finds it). Return what was, or would be, done."""
     if shutil.which("git") is None:
@@ -60,9 +56,9 @@ def patch(host: str, path: Path | None = None, check: bool = False, revert: bool
     if installed is None and not stated.is_file():  # a checkout has that file
         raise PatchError(f"{folder}: nothing says which version of {host} this is; install it with pip")
     version = installed.version if installed is not None else stated.read_text(encoding="utf-8").strip()
-    file = patches_folder() / f"{host}-{version}.patch"
+    file = PATCHES / f"{host}-{version}.patch"
     if not file.is_file():
-        known = ", ".join(sorted(other.stem for other in patches_folder().glob(f"{host}-*.patch")))
+        known = ", ".join(sorted(other.stem for other in PATCHES.glob(f"{host}-*.patch")))
         raise PatchError(f"{host}={version}: there is no patch for this version; install one of: {known}")
     package = (folder / host).resolve()  # git follows no link inside of a path
     cannot_apply, cannot_revert = _git_apply(package, file, "--check"), _git_apply(package, file, "--check", "-R")

@@ -39,11 +39,9 @@ def mentions_oar(arguments: Sequence[str]) -> bool:
 
     False when a key is *added* (`+algorithm.oar.tau=...`): Hydra refuses to add what is already there.
     """
-    if any(a.startswith("oar=") for a in arguments):
-        return True
-    if any(a.startswith("+algorithm.oar") for a in arguments):
-        return False
-    return any("adv_estimator=oar" in a or "algorithm.oar" in a for a in arguments)
+    added = any(a.startswith("+algorithm.oar") for a in arguments)
+    named = any("adv_estimator=oar" in a or "algorithm.oar" in a for a in arguments)
+    return any(a.startswith("oar=") for a in arguments) or (named and not added)
 
 
 def misspelt(arguments: Sequence[str]) -> str | None:

@@ -1,12 +1,8 @@
 """verl's Megatron engine with importance: log-probs, entropy and importance from one run of the pipeline schedule.
 
-`importance_pass.py` chooses the rows and makes the fields of the result. This file runs the forwards of `passes.gradient`.
 Megatron's schedules run forward and backward of all micro-batches in an order of their own, so each `Forward` of an importance
 is one whole schedule. A noise-free and a perturbed forward cannot share a schedule: the perturbed forward's gradient needs the
 noise-free distribution, which the last stage has only when the micro-batch has gone through the whole pipeline.
-
-Two overridden methods of verl's act during such a pass only: `forward_step` sets the tap and gives the schedule its scalar for
-a loss; `_lm_head_logits_processor` skips log-probs that are not wanted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
