@@ -24,7 +24,6 @@ def gradient_importance(
     token_BL: Tensor,
     segments_BL: Tensor,
     mask_BL: Tensor | None = None,
-    on_logits: Callable[[Tensor], None] | None = None,
     checkpoint_activations: bool = False,
 ) -> Tensor:
     """Importance of one micro-batch from the gradient pass alone, float32 `[B, L]`; 0 outside the reasoning.
@@ -35,8 +34,6 @@ def gradient_importance(
         segments_BL: `Segment` per token; OUTSIDE at all tokens of a response that is not scored.
         mask_BL: bool, false at padding. None: padding counts as tokens. This is correct without padding, and also if padding is
             on the right, because causal attention does not look to the right.
-        on_logits: called with the model's logits, without a graph, `[B, L, V]`; with a mask, each row begins with its first
-            token, and L is the length of the longest row. None: the model computes only the logits that the importance needs.
         checkpoint_activations: recompute activations in the backward, to save memory.
 
     Raises:
@@ -53,17 +50,11 @@ def gradient_importance(
         layout = packed_rows(input_BL, input_BL, keep_BL, device)[1]
     (input_BL,) = to_device(device, input_BL)
     micro_batch = MicroBatchPass(request, packed, layout)
-    forwards = request.importance_object.forwards(request.config.num_draws, log_probs=on_logits is not None)
-    if on_logits is not None and not forwards:  # the importance needs no forward, but the logits do
-        forwards = [Forward(None, log_probs=True)]
     with ModelTaps(model, checkpoint_activations) as taps:
-        for forward in forwards:
+        for forward in request.importance_object.forwards(request.config.num_draws, log_probs=False):
             with taps.running(forward):
                 taps.tap = micro_batch.tap(forward)
-                logits = model(input_ids=input_BL, use_cache=False).logits
-                if forward.log_probs and on_logits is not None:
-                    on_logits(logits.detach())
-                del logits
+                model(input_ids=input_BL, use_cache=False)
     importance_T = importance_of_scores(request, packed, micro_batch.scores)
     flat = importance_T.new_zeros(token_BL.numel())
     flat[given.local_T] = importance_T
@@ -102,10 +93,10 @@ def batch_importance(
         check_by_trial(model, request, sequence, partial(_read, model), max_over_ranks)
     for group in groups:
         part = token[group], segments[group], mask[group]
-        importance_BL[group] = gradient_importance(model, request, *part, None, checkpoint_activations)
+        importance_BL[group] = gradient_importance(model, request, *part, checkpoint_activations)
     for _ in range(most - len(groups)):
         nothing_11 = torch.zeros(1, 1, dtype=torch.long)  # token 0, `Segment.OUTSIDE`
-        gradient_importance(model, request, nothing_11, nothing_11, None, None, checkpoint_activations)
+        gradient_importance(model, request, nothing_11, nothing_11, None, checkpoint_activations)
     if request.importance_object.copies is not None:
         importance_BL = copies_importance(
             model, request, token, segments, mask, importance_BL, max_tokens, max_over_ranks
