@@ -2,13 +2,10 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -31,13 +28,3 @@ def console(**options: Any) -> Console:
 def table(*titles: str) -> Table:
     """Return an empty table with these columns, which wraps long cells."""
     return Table(*(Column(title, overflow="fold") for title in titles), box=SIMPLE_HEAD, show_edge=False)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Give a function of a description, the number done and the total. The bar is on stderr, only in a terminal."""
-    shown = Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=printable(what), completed=done, total=total)

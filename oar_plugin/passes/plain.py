@@ -10,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.importance import Forward
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.request import Request

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 Level = Literal["ok", "note", "not checked", "missing"]
 """`ok`; `note`: worth knowing; `not checked`: cannot be checked on this machine; `missing`: a run would not start."""
 
-LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "tracking": "wandb"}
-"""verl's logger -> the package that it needs, for `oar doctor`."""
-
 
 class Finding(NamedTuple):
     """The result of one check, which `oar doctor` and `oar launch` print as one line."""
