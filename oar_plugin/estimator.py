@@ -95,10 +95,8 @@ def weigh_rows(
     scored = (status_B == Status.SCORED).nonzero()[:, 0].tolist()
     if scored:  # others may have no tokens
         importance_SL, segments_SL = (pad_sequence([rows[i] for i in scored], True) for rows in (importance, segments))
-        reasoning_SL = segments_SL == Segment.REASONING
-        weight_SL, status_B[scored], measure_B4[scored] = weigh(
-            importance_SL, reasoning_SL, status_B[scored], config, kind
-        )
+        given = importance_SL, segments_SL == Segment.REASONING, status_B[scored]
+        weight_SL, status_B[scored], measure_B4[scored] = weigh(*given, config, kind)
         for row, weight_L in zip(scored, weight_SL, strict=True):
             weights[row] = weight_L[: len(weights[row])]
     return {

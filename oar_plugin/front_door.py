@@ -164,10 +164,8 @@ def importance(
         rows = list(zip(_unpadded(input_ids, mask_BT), _unpadded(response_mask.bool(), mask_BT), strict=True))
         segments_BL = None if segments is None else pad_sequence(_unpadded(segments, mask_BT), True)
     for row, (_, own_L) in enumerate(rows):
-        if not len(own_L) or own_L[0]:
-            raise ValueError(
-                f"response {row}: there is no token before it, from which its first token could be predicted"
-            )
+        fault = "there is no token before it, from which its first token could be predicted"
+        _check(len(own_L) > 0 and not own_L[0], f"response {row}", fault)
     contexts = _contexts(credit, model, prompts, truths, advantages, rows, segments)
     token_BL, own_BL = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
     mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
@@ -244,11 +242,8 @@ def _tokenized(
         if tokenizer is None:
             raise ValueError("prompts and responses are texts: give the model's tokenizer")
         if chat:
-            _check(
-                bool(getattr(tokenizer, "chat_template", None)),
-                "a prompt is a chat",
-                "the tokenizer has no chat_template",
-            )
+            has_template = bool(getattr(tokenizer, "chat_template", None))
+            _check(has_template, "a prompt is a chat", "the tokenizer has no chat_template")
             text, special = tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False), False
         # A chat template writes the token that begins a sequence into the text.
         bos_token = getattr(tokenizer, "bos_token", None)

@@ -154,10 +154,8 @@ class TokenCredit:
         """
         if self._token_bytes is None:
             raise ValueError("pass segments [B, T], or a tokenizer to search the text for the answer")
-        rows = (
-            (token_L.tolist(), own_L.numpy(), needed)
-            for (_, token_L, own_L), needed in zip(batch.responses, needed_B.tolist(), strict=True)
-        )
+        pairs = zip(batch.responses, needed_B.tolist(), strict=True)
+        rows = ((token_L.tolist(), own_L.numpy(), needed) for (_, token_L, own_L), needed in pairs)
         parts, status_B = segment_rows(rows, request, self._token_bytes, self._eos_token_ids)
         return _columns(batch, parts, int(Segment.OUTSIDE), torch.int8), status_B.to(batch.response_BL.device)
 
@@ -223,17 +221,9 @@ class TokenCredit:
     ) -> ReshapedBatch:
         """Multiplies the host's normalised advantages with the gate's weights, like `oar_plugin.estimator.reshape`."""
         weight_BL, status_B, measure_B4 = weigh(importance_BL, segments_BL == Segment.REASONING, status_B, self.config)
-        return ReshapedBatch(
-            step,
-            advantage_BL,
-            importance_BL,
-            segments_BL,
-            weight_BL,
-            status_B,
-            advantage_BL * weight_BL,
-            measure_B4,
-            summarize(measure_B4, status_B),
-        )
+        credited = step, advantage_BL, importance_BL, segments_BL, weight_BL, status_B  # the fields of `CreditedBatch`
+        metrics = summarize(measure_B4, status_B)
+        return ReshapedBatch(*credited, advantage_BL * weight_BL, measure_B4, metrics)
 
     def record(
         self,
@@ -259,9 +249,8 @@ class TokenCredit:
         # advantage is then read from all columns of the row, if there are any.
         advantages = credited.host_advantage_BL[row, span].tolist() or credited.host_advantage_BL[row].tolist()
         scores = {importance or self.config.importance_object.name: credited.importance_BL[row, span].tolist()}
-        fields: dict[str, Any] = {
-            name: value[span].tolist() if isinstance(value, Tensor) else value for name, value in known.items()
-        }
+        fields: dict[str, Any] = dict(known)
+        fields |= {name: value[span].tolist() for name, value in known.items() if isinstance(value, Tensor)}
         return Response(
             step=credited.step,
             truth=None if truth is None else str(truth),

@@ -32,6 +32,12 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.fixture(autouse=True)
+def _warnings_are_heard(caplog):
+    """Whatever a test before it has imported: vLLM's API server raises the level of every handler of the root logger."""
+    caplog.handler.setLevel(0)
+
+
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory, request):
     """The folder with model and data of smoke tests, which the first test that asks makes for all workers. To be copied."""

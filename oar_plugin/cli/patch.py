@@ -31,9 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.path and not (args.path / args.host / "__init__.py").is_file():
-        say(
-            f"oar patch: --path={args.path}: no folder {args.host}/ in it; name the folder with the package", sys.stderr
-        )
+        fault = f"no folder {args.host}/ in it; name the folder with the package"
+        say(f"oar patch: --path={args.path}: {fault}", sys.stderr)
         return 2
     try:
         say(patch(args.host, args.path, args.check, args.revert))

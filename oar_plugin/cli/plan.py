@@ -25,9 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", default="H100-80", help=f"{', '.join(GPUS)}; default: %(default)s")
     add("--gpu-memory", type=number, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
     add("--response-length", type=number, help="mean in tokens; default: half of data.max_response_length")
-    add(
-        "--scored-share", type=share, default=SCORED, help="share of responses with an advantage (default: %(default)s)"
-    )
+    scored = "share of responses with an advantage (default: %(default)s)"
+    add("--scored-share", type=share, default=SCORED, help=scored)
 
 
 def run(args: argparse.Namespace) -> int:

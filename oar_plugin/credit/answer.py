@@ -170,10 +170,7 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
 
     Without patterns, the answer is the last character that is not white space; only the ``last`` probe makes sense for it.
     The returned function takes text with lone surrogates for bytes that are not UTF-8. It raises ``SearchFailed`` if a user's
-    own pattern took too long, raised, or returned something else.
-
-    Raises:
-        ValueError: a pattern cannot be used. The message says why.
+    own pattern took too long, raised, or returned something else. ValueError: a pattern cannot be used; the message says why.
     """
     if isinstance(patterns, str):
         raise ValueError(f"answer patterns must be a list of strings, got the single string {patterns!r}")
@@ -273,8 +270,7 @@ def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarra
         own: bool ``[T]``, False where the policy did not write the token (tool output). Such tokens are OUTSIDE, and the
             finder sees new lines in their place, so that a tool's answer never counts as the policy's.
 
-    Raises:
-        SearchFailed: the finder raised, or returned something else. ValueError: ``own`` has another length.
+    SearchFailed: the finder raised, or returned something else. ValueError: ``own`` has another length.
     """
     lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     ends = np.cumsum(lengths)

@@ -139,8 +139,7 @@ _OWN: dict[str, Gate] = {}  # users' gates that passed the check, by name
 def gate_of(name: str) -> Gate:
     """Returns the gate with this name. `python:<module>:<function>` names a user's own gate, which is checked on a small batch.
 
-    Raises:
-        ValueError: there is no such gate, or the function failed the check. The message says what is wrong.
+    ValueError: there is no such gate, or the function failed the check. The message says what is wrong.
     """
     if name in GATES:
         return GATES[name]
@@ -156,9 +155,8 @@ def gate_of(name: str) -> Gate:
 def _fault(gate: Gate) -> str | None:
     """Says why a user's gate cannot be used; None if it can be used."""
     if not callable(gate.function):
-        return (
-            f"it must be a function of (importance_BL, reasoning_BL, {', '.join(SETTINGS)}) or fewer of the last three"
-        )
+        settings = ", ".join(SETTINGS)
+        return f"it must be a function of (importance_BL, reasoning_BL, {settings}) or fewer of the last three"
     # The last response has no reasoning, like a response that is not scored. Importance may be float32 or float64.
     reasoning_BL = torch.tensor([[False, True, True, True, False], [True] * 5, [False] * 5])
     importance_BL = torch.linspace(0.1, 1.5, 15).view(3, 5)

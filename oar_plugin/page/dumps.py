@@ -46,12 +46,7 @@ def choose(siblings: Iterable[Sibling], groups: int) -> list[list[Sibling]]:
 class Dumps:
     """The folder of a run's dumps: `folder`, which exists; None if the settings ask for no files. `run` names the run.
 
-    Args:
-        home: a relative `dump.dir` is below it.
-        prefix: the user's name for the settings, for messages.
-
-    Raises:
-        OarConfigError: the folder cannot be made.
+    A relative `dump.dir` is below `home`. Messages call the settings `prefix`. OarConfigError: the folder cannot be made.
     """
 
     def __init__(self, config: DumpConfig, home: str | Path, prefix: str = PREFIX) -> None:

@@ -61,11 +61,8 @@ class Contexts:
     ) -> list[Tensor]:
         """Importance of each response token, float32 `[L]` per response.
 
-        Responses to score that have no contexts get a status that says why, and all their tokens OUTSIDE, in place.
-
-        Args:
-            segments: a `Segment` per token of each response.
-            own: log-probs of the responses after their own prompts. None: from `log_probs`, the host's pass.
+        Responses to score that have no contexts get a status that says why, and all their tokens OUTSIDE, in place. `segments`
+        has a `Segment` per token. `own`: log-probs after the responses' own prompts. None: from `log_probs`, the host's pass.
         """
         names: tuple[Shown, ...] = ("own", *self.prompts)
         pairs = {name: [NOTHING] * len(segments) for name in names}
@@ -86,9 +83,8 @@ class Contexts:
         for row in (status_B == Status.SCORED).nonzero()[:, 0].tolist():
             source = self.sources[row]
             assert source is not None
-            contrast_L = importance.contrast(
-                {name: rows[row].float().cpu() for name, rows in found.items()}, source.sign
-            )
+            log_probs_of_row = {name: rows[row].float().cpu() for name, rows in found.items()}
+            contrast_L = importance.contrast(log_probs_of_row, source.sign)
             result[row] = torch.where(segments[row] == Segment.REASONING, contrast_L, 0.0)
         return result
 

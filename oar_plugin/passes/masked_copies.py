@@ -251,11 +251,8 @@ class _PrefixLayer(DynamicLayer):
         self.keys, self.values = keys, values
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        copies = len(key_states)
-        return (
-            torch.cat([self.keys.expand(copies, -1, -1, -1), key_states], dim=-2),
-            torch.cat([self.values.expand(copies, -1, -1, -1), value_states], dim=-2),
-        )
+        keys, values = (one.expand(len(key_states), -1, -1, -1) for one in (self.keys, self.values))
+        return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
 
 
 def _shared(cache: DynamicCache | None, length: int) -> DynamicCache | None:

@@ -73,12 +73,7 @@ def batch_importance(
 ) -> Tensor:
     """Importance of a batch, float32 `[B, L]` on the device of the tokens; 0 at tokens that are not scored.
 
-    The arguments that are not listed are those of `gradient_importance`.
-
-    Args:
-        max_tokens: maximum number of tokens per forward, with padding. A longer row runs alone.
-        max_over_ranks: takes a count, returns the maximum of this count over all ranks. Ranks of a sharded model must run equal
-            numbers of forwards.
+    `max_tokens` and `max_over_ranks` are those of `TokenCredit.importance`, the other arguments those of `gradient_importance`.
     """
     # On the CPU from here on: what to do with a micro-batch is then known without waiting for the one before it.
     token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()

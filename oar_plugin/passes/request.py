@@ -35,9 +35,7 @@ class Request:
     config: OarConfig
     probe: Probe  # of this training step (the warm-up has been applied)
     seed: int  # of the random signs and noise in this training step
-    max_response_length: int = (
-        sys.maxsize
-    )  # a response of this length counts as truncated unless its last token is an EOS
+    max_response_length: int = sys.maxsize  # a response of this length is truncated unless its last token is an EOS
     temperature: float = 1.0  # sampling temperature of the responses
     importance_only: bool = False  # log-probs and entropy are not wanted (bypass mode)
     replacement_token: int | None = None  # replaces masked tokens; None: a draw from the model's prediction
@@ -70,11 +68,7 @@ class Request:
 
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
-    """Returns the token that replaces masked tokens in copies; None without copies, or if replacements are `sampled`.
-
-    Raises:
-        OarConfigError: there is no padding token.
-    """
+    """The token that replaces masked ones; None without copies, or if it is `sampled`. OarConfigError: no padding token."""
     if config.copies is None or config.perturbation.replacement == "sampled":
         return None
     if tokenizer.pad_token_id is None:

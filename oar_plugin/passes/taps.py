@@ -201,12 +201,7 @@ class Projection:
 
 
 class ModelTaps(Taps):
-    """`Taps` of a HuggingFace causal LM. Usage, for each forward::
-
-        with ModelTaps(model) as taps:
-            tap = taps.tap = Tap(row_position_N, probe, receive=receive)
-            model(input_ids=..., use_cache=False)
-            tap.scalar.backward()
+    """`Taps` of a HuggingFace causal LM. `passes/gradient.py` begins with an example.
 
     Inside `with`, parameters are frozen: a backward computes no weight gradient and changes no `.grad`. With
     `checkpoint_activations`, it recomputes the layers' activations. `fused`: the model's forward takes the projection's weight

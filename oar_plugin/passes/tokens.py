@@ -1,16 +1,11 @@
 """The bytes that each token of a response contributes to its text, in which the answer is searched."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _MOST_WAITING = 8
@@ -36,7 +31,7 @@ class TokenBytes:
       than eight tokens, some is lost. The text equals ``decode``'s if the text of a token depends on its neighbours only.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._table: dict[int, bytes] = {}
         self.special = set(tokenizer.all_special_ids)

@@ -135,9 +135,7 @@ def check_by_trial(
 
     All ranks that share the model's weights must call this together. `read` takes two sequences, the first tokens of `token_T`,
     runs the host's model on them, and returns a `Reading` of all tokens. `max_over_ranks` returns a count's maximum over ranks.
-
-    Raises:
-        UnsupportedModelError: names the model's class, what differs, and by how much.
+    UnsupportedModelError: names the model's class, what differs, and by how much.
     """
     inner = unwrapped(model)
     if inner in _ACCEPTED or not request.importance_object.runs_model:

@@ -76,7 +76,10 @@ class World:
         self.trainer.config = OmegaConf.create(
             {
                 "algorithm": algorithm | {"norm_adv_by_std_in_grpo": True},
-                "actor_rollout_ref": {"rollout": {"n": 3, "temperature": 0.6}, "actor": {"ppo_mini_batch_size": 1}},
+                "actor_rollout_ref": {
+                    "rollout": {"n": 3, "temperature": 0.6, "log_prob_use_dynamic_bsz": True},
+                    "actor": {"ppo_mini_batch_size": 1},
+                },
                 "data": {"max_response_length": 16},
                 "trainer": {"critic_warmup": 0},
             }

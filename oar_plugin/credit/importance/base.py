@@ -19,9 +19,8 @@ from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 Start = Literal["probe", "answer", "reasoning", "later"]
 Reading = Literal["entropy", "log_prob"]
-Shown = Literal[
-    "truth", "own"
-]  # the answer in another prompt: the right one, or the response's own one, which is wrong
+# The answer in another prompt: the right one, or the response's own one, which is wrong.
+Shown = Literal["truth", "own"]
 
 
 @dataclass(frozen=True)
@@ -138,10 +137,8 @@ class Importance:
 
     def combine(self, parts: Parts) -> Tensor:
         """The importance, `[B, L]`: finite and not negative where `reasoning_BL` is true, anything elsewhere."""
-        if len(self.backwards) != 1:
-            raise NotImplementedError(
-                f"{len(self.backwards)} backwards and no method combine that makes the importance"
-            )
+        if (count := len(self.backwards)) != 1:
+            raise NotImplementedError(f"{count} backwards and no method combine that makes the importance")
         return parts.score_KBL[0]
 
     def conflicts(self, settings: Mapping[str, Any]) -> Iterator[str]:

@@ -19,14 +19,7 @@ from oar_plugin.passes.trial import Reading, check_by_trial
 
 
 class ActorPass:
-    """The log-prob pass over one micro-batch by OpenRLHF's `Actor` in eval mode.
-
-    Args:
-        actor: OpenRLHF's.
-        request: what to compute.
-        args: OpenRLHF's arguments.
-        more: further arguments of each call of the actor.
-    """
+    """The log-prob pass over one micro-batch by OpenRLHF's `Actor` in eval mode. Each call of the actor also gets `more`."""
 
     def __init__(self, actor: Any, request: Request, args: Any, more: dict[str, Any]) -> None:
         self.actor, self.request, self.args, self.more = actor, request, args, more

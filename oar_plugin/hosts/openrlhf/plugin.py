@@ -25,14 +25,8 @@ from oar_plugin.token_credit import PaddedBatch, TokenCredit
 class OarAdvantage:
     """The class that OpenRLHF's `--algo.advantage.plugin` names.
 
-    OpenRLHF makes one in the trainer and one in each actor.
-
-    Args:
-        args: OpenRLHF's arguments.
-        tokenizer: the actor's.
-
-    Raises:
-        OarConfigError: a setting or an argument that cannot work.
+    OpenRLHF makes one in the trainer and one in each actor, with its own arguments and the actor's tokenizer.
+    OarConfigError: a setting or an argument that cannot work.
     """
 
     def __init__(self, args: Any, tokenizer: Any) -> None:
@@ -47,10 +41,8 @@ class OarAdvantage:
         self._step = experience_maker.global_step + 1
         request = credit.request(self._step, temperature=args.rollout.temperature)
         own_BL = _whole([s.action_mask for s in samples_list]).bool()
-        token_BL, mask_BL = (
-            _whole([getattr(s, name)[:, -s.action_mask.shape[1] :] for s in samples_list])
-            for name in ("sequences", "attention_mask")
-        )
+        token_BL = _whole([s.sequences[:, -s.action_mask.shape[1] :] for s in samples_list])
+        mask_BL = _whole([s.attention_mask[:, -s.action_mask.shape[1] :] for s in samples_list])
         # A response reaches from its first own token to its last.
         response_BL = (own_BL.cumsum(-1) > 0) & (own_BL.flip(-1).cumsum(-1).flip(-1) > 0)
         self._batch = PaddedBatch(token_BL, mask_BL, response_BL, own_BL)
@@ -74,8 +66,7 @@ class OarAdvantage:
     def update_advantages(self, experiences: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         """In the trainer: advantages times weights, and metrics in `info`, which OpenRLHF averages over responses.
 
-        Raises:
-            RuntimeError: the experiences are not those of the samples that `actor_inputs` was called with.
+        RuntimeError: the experiences are not those of the samples that `actor_inputs` was called with.
         """
         advantage_BL, importance_BL = _whole([e.advantages for e in experiences]), _whole(outputs)
         if not advantage_BL.shape == importance_BL.shape == self._segments_BL.shape:

@@ -12,11 +12,7 @@ OPTION = "--algo.advantage.plugin_args"
 
 
 def settings_of(args: Any) -> OarConfig:
-    """Returns the settings in OpenRLHF's arguments.
-
-    Raises:
-        OarConfigError: a setting or an argument that cannot work; a line for each, with key, value and what is allowed.
-    """
+    """Returns the settings in OpenRLHF's arguments. OarConfigError: a line for each setting or argument that cannot work."""
     try:
         settings = json.loads(given := args.algo.advantage.plugin_args)
     except json.JSONDecodeError:

@@ -144,18 +144,11 @@ class OarGRPOTrainer(GRPOTrainer):
 
     def _contexts(self, inputs: list[dict[str, Any]], output: dict[str, Any], batch: PaddedBatch) -> Contexts:
         """Prompts that show answers to this process's responses, and the signs of their advantages."""
-        columns = (
-            inputs,
-            output["prompt_ids"],
-            output["prompt_mask"].bool(),
-            batch.responses,
-            output["advantages"].sign(),
-        )
+        columns = inputs, output["prompt_ids"], output["prompt_mask"].bool(), batch.responses
+        signs = map(int, output["advantages"].sign())
         sources = [
-            PromptSource(row["prompt"], ids[keep].cpu(), response_L, own_L, self._truth(row), int(sign))
-            if sign
-            else None
-            for row, ids, keep, (_, response_L, own_L), sign in zip(*columns, strict=True)
+            PromptSource(row["prompt"], ids[keep].cpu(), response_L, own_L, self._truth(row), sign) if sign else None
+            for row, ids, keep, (_, response_L, own_L), sign in zip(*columns, signs, strict=True)
         ]
         return self._context_prompts.contexts(sources)
 
@@ -166,13 +159,9 @@ class OarGRPOTrainer(GRPOTrainer):
         prompt_BP, keep_BP = self._padded(prompts, "left")
         response_BL, keep_BL = self._padded(responses, "right")
         with in_eval_mode(self.model):
-            log_prob_BL, *_ = self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([prompt_BP, response_BL], 1),
-                torch.cat([keep_BP, keep_BL], 1),
-                response_BL.shape[1],
-                batch_size=self.args.per_device_train_batch_size,
-            )
+            batch = torch.cat([prompt_BP, response_BL], 1), torch.cat([keep_BP, keep_BL], 1), response_BL.shape[1]
+            size = self.args.per_device_train_batch_size
+            log_prob_BL, *_ = self._get_per_token_logps_and_entropies(self.model, *batch, batch_size=size)
         return [row[: len(response)] for row, (_, response) in zip(log_prob_BL.cpu(), rows, strict=True)]
 
     def _padded(self, rows: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:

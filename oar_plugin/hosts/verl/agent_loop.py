@@ -10,7 +10,7 @@ import logging
 import time
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
@@ -33,9 +33,6 @@ from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
 from oar_plugin.passes.request import replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, segment_response
 from oar_plugin.passes.tokens import TokenBytes
-
-if TYPE_CHECKING:
-    from verl.workers.rollout.llm_server import LLMServerClient
 
 logger = logging.getLogger("oar_plugin")
 
@@ -112,7 +109,7 @@ _group: ContextVar[Group | None] = ContextVar("oar_group", default=None)
 class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     # Attributes of verl's worker.
     config: DictConfig
-    llm_client: "LLMServerClient"
+    llm_client: Any  # its `LLMServerClient`
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -124,14 +121,16 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self._replacement = replacement_token(self._oar, self.tokenizer)
         self._groups: dict[str, Group] = {}
 
-    async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
+    async def _run_prompt(
+        self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False, **more: Any
+    ) -> None:
         uid = prompt["uid"]
         if not trajectory["validate"]:
             decides = self._oar.base_estimator in ZERO_WHEN_EQUAL and not self.config.algorithm.use_kl_in_reward
             size = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
             self._groups[uid] = Group(size, decides)
         try:
-            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+            await super()._run_prompt(prompt, sampling_params, trajectory, trace, **more)
         finally:
             self._groups.pop(uid, None)
 
@@ -151,8 +150,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             output = [ScoredOutput.of(one) for one in output] if isinstance(output, list) else ScoredOutput.of(output)
         await super()._agent_loop_postprocess(output, validate, **kwargs)
 
-    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
-        await super()._compute_score(outputs, kwargs=kwargs)
+    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict, **more: Any) -> None:
+        await super()._compute_score(outputs, kwargs=kwargs, **more)
         group = _group.get()
         if group is None:
             return

@@ -100,7 +100,9 @@ class OarFSDPMixin(ImportancePass):
         inputs, arguments = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
         if self._tapped is not None:
             taps, offsets, tap_at = self._tapped
-            taps.tap = tap_at(self._layout(offsets, inputs["input_ids"]))
+            ids, total = inputs["input_ids"], self._sum_over_sharing_ranks
+            local_T = self._local_positions(offsets, ids.shape[-1])
+            taps.tap = tap_at(Layout(local_T, local_T, ids.numel(), ids.device, sum_over_sequence_ranks=total))
         return inputs, arguments
 
     def prepare_model_outputs(
@@ -155,11 +157,6 @@ class OarFSDPMixin(ImportancePass):
             assert isinstance(taps.tap, Reading)
             return taps.tap
 
-    def _layout(self, offsets: Tensor, local_input_ids: Tensor) -> Layout:
-        local_T = self._local_positions(offsets, local_input_ids.shape[-1])
-        size, device = local_input_ids.numel(), local_input_ids.device
-        return Layout(local_T, local_T, size, device, sum_over_sequence_ranks=self._sum_over_sharing_ranks)
-
     def _local_positions(self, offsets: Tensor, width: int) -> Tensor:
         """Each packed token's position in this rank's flattened inputs, int64 `[T]`; -1 where another rank has the token.
 
@@ -206,11 +203,9 @@ class OarFSDPMixin(ImportancePass):
 
 
 class _CopiesThroughVerl(MaskedCopies):
-    """Masked copies through verl's own forward, which divides each sequence among the ranks of a Ulysses group or ends in fused
-    kernels.
+    """Masked copies through verl's own forward: under Ulysses, and with fused kernels.
 
-    A prefix cannot be shared: verl's attention exchanges heads for positions over the whole pack, and verl's inputs have no
-    cache.
+    Copies share no prefix: verl's attention exchanges heads for positions over the whole pack, and its inputs have no cache.
     """
 
     def __init__(self, engine: OarFSDPMixin, data: TensorDict, *arguments: Any) -> None:
@@ -228,9 +223,8 @@ class _CopiesThroughVerl(MaskedCopies):
 def fused_fault(model: Any) -> str:
     """What verl's fused kernels cannot compute of a model, and why; empty if there is nothing."""
     if changes := logit_changes(model.config):
-        return (
-            f"a model that changes its logits after the vocabulary projection ({changes}): the kernels leave this out"
-        )
+        what = f"a model that changes its logits after the vocabulary projection ({changes})"
+        return f"{what}: the kernels leave this out"
     head = unwrapped(model.get_output_embeddings())
     if not isinstance(head, nn.Linear) or head.bias is not None:
         return "a bias or an adapter on the vocabulary projection: the kernels leave it out"

@@ -93,9 +93,8 @@ def make_question(settings: Mapping[str, Any]) -> Callable[[Any, str | None], di
         roles = getattr(process, "worker_dict", {"": process}).values()
         engines = [role.actor.engine for role in roles if getattr(role, "actor", None) is not None]
         if len(engines) != 1:
-            return answer | {
-                "fault": f"{len(engines)} actor engines in {type(process).__name__}, where one was expected"
-            }
+            fault = f"{len(engines)} actor engines in {type(process).__name__}, where one was expected"
+            return answer | {"fault": fault}
         engine = engines[0]
         if any(cls.__module__.startswith("oar_plugin.") for cls in type(engine).__mro__):
             try:

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
 
-
 Mark = Any
 """A moment of the device's stream (`mark`): an event, or seconds on a CPU."""
 
@@ -70,11 +69,7 @@ class ImportancePass:
     _checked: frozenset[str] = frozenset()  # names of importances that `_check_supported` has accepted
 
     def _check_supported(self, data: TensorDict, request: Request) -> None:
-        """Check that this engine can compute the request's importance with its model. `data` is the first batch.
-
-        Raises:
-            UnsupportedModelError: the importance, or the model, is not supported. The message says what is allowed.
-        """
+        """Raises UnsupportedModelError if this engine cannot compute the importance with its model. `data`: the first batch."""
         raise NotImplementedError
 
     def _score(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float]:
@@ -96,12 +91,8 @@ class ImportancePass:
     ) -> list[Tensor]:
         """Importance per row from masked copies, float32 `[L_i]`; zeros in rows whose status is not SCORED.
 
-        An engine that does not define this method refuses importances with copies in `_check_supported`.
-
-        Args:
-            segments: `Segment` per response token, `[L_i]` for each row.
-            gradient: scores of the gradient pass, `[L_i]` for each row. With `Copies.by_gradient` they select the tokens that
-                get copies.
+        An engine without this method refuses importances with copies in `_check_supported`. For each row, `segments` has a
+        `Segment` per response token, and `gradient` its score: with `Copies.by_gradient` scores select the tokens with copies.
         """
         raise NotImplementedError
 
@@ -130,9 +121,7 @@ class ImportancePass:
         values = tu.pop(data, key=REQUEST, default=None)
         if values is None:
             return super().infer_batch(data, loss_function)  # type: ignore[misc]
-        return self._infer_with_importance(data, Request.from_dict(values))
-
-    def _infer_with_importance(self, data: TensorDict, request: Request) -> dict[str, Any]:
+        request = Request.from_dict(values)
         maybe_fix_3d_position_ids(data)
         if request.importance not in self._checked:
             self._check_supported(data, request)
@@ -190,10 +179,8 @@ class ImportancePass:
         A search may time out on one rank and succeed on another. These ranks would then run different rows.
         """
         columns = response_rows(data, "responses"), response_rows(data, "response_mask"), data[NEEDED].cpu().unbind()
-        responses = (
-            (ids.tolist(), own.numpy().astype(bool), bool(needed.any()))
-            for ids, own, needed in zip(*columns, strict=True)
-        )
+        rows = zip(*columns, strict=True)
+        responses = ((ids.tolist(), own.numpy().astype(bool), bool(needed.any())) for ids, own, needed in rows)
         segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
         failed_B = (status_B == Status.SEARCH_FAILED).to(get_device_id(), torch.int32)
         for row in self._sum_over_sharing_ranks(failed_B).nonzero()[:, 0].tolist():
@@ -222,9 +209,7 @@ class ImportancePass:
     def _score_or_run_out_of_memory(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float] | None:
         """Returns the output of `_score`; None if memory ran out in a single-process run whose engine can be reset.
 
-        Raises:
-            torch.OutOfMemoryError: memory ran out, and the engine cannot be reset or there are several processes: the
-                others would wait in a collective for the process that left the pass.
+        Else OutOfMemoryError: of several processes, the others would wait in a collective for the one that left the pass.
         """
         reset = self._reset_after_abort() if distributed.get_world_size() == 1 else None
         try:
@@ -287,11 +272,9 @@ def response_rows(data: TensorDict, name: str) -> list[Tensor]:
 
 def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
     """Returns the segments of whole sequences, nested int64 like `input_ids`; prompt tokens are OUTSIDE."""
-    lengths = [len(row) for row in input_ids.unbind()]
-    rows = [
-        torch.nn.functional.pad(segment.long(), (length - len(segment), 0), value=int(Segment.OUTSIDE))
-        for segment, length in zip(segments, lengths, strict=True)
-    ]
+    rows = [torch.full((len(row),), int(Segment.OUTSIDE)) for row in input_ids.unbind()]
+    for row, segment in zip(rows, segments, strict=True):
+        row[len(row) - len(segment) :] = segment
     return nested(rows)
 
 

@@ -8,12 +8,13 @@ noise-free distribution, which the last stage has only when the micro-batch has 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from tensordict import TensorDict
 from torch import Tensor, distributed, nn
@@ -39,12 +40,8 @@ from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
 from oar_plugin.passes.request import IMPORTANCE, Request
 from oar_plugin.passes.taps import Tap, UnsupportedModelError, logit_changes
 
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
 _ROUTES = "routed_experts"  # verl's field for router replay
 _ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
-
 
 # What is refused of Megatron's transformer config, besides `MEGATRON_REFUSED`: only a built model shows it.
 MODEL_REFUSED = {
@@ -68,9 +65,8 @@ class _Schedules:
     first: list[int]  # where each row of the batch begins in `scores`, and the end of the last
     scores: Scores  # of the batch, as far as this rank has computed them
     forward: Forward  # the forward that the current schedule runs
-    micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(
-        default_factory=dict
-    )  # by their rows, for all schedules
+    # By their rows, for all schedules.
+    micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)
     # Begin and end of forwards for log-probs, where these can be told from other work (see `_score`).
     host_forwards: list[tuple[Mark, Mark]] = field(default_factory=list)
 
@@ -80,7 +76,7 @@ class OarMegatronMixin(ImportancePass):
 
     # Attributes of the host's engine.
     module: list[nn.Module]
-    tf_config: "TransformerConfig"
+    tf_config: TransformerConfig
     forward_backward_batch: Callable[..., dict[str, Any]]
 
     _schedules: _Schedules | None = None
@@ -155,8 +151,11 @@ class OarMegatronMixin(ImportancePass):
         started = mark()
         micro_batch = next(batch_iter)
         rows = tuple(micro_batch[_ROW].tolist())
-        one = self._micro_batch_pass(rows, micro_batch, schedules)
-        tap = schedules.taps.tap = one.tap(schedules.forward)
+        if rows not in schedules.micro_batches:
+            place_T = torch.cat([torch.arange(*schedules.first[row : row + 2]) for row in rows])
+            packed, layout = packed_of(micro_batch), self._layout(micro_batch)
+            schedules.micro_batches[rows] = MicroBatchPass(schedules.request, packed, layout, schedules.scores, place_T)
+        tap = schedules.taps.tap = schedules.micro_batches[rows].tap(schedules.forward)
         try:
             output, _ = step(iter([micro_batch]), model, *functions)
         finally:
@@ -185,15 +184,6 @@ class OarMegatronMixin(ImportancePass):
         # 1.0 is verl's loss where there is none.
         return scalar * scale, {"loss": 1.0, "metrics": {}, "model_output": detached}
 
-    def _micro_batch_pass(
-        self, rows: tuple[int, ...], micro_batch: TensorDict, schedules: _Schedules
-    ) -> MicroBatchPass:
-        if rows not in schedules.micro_batches:
-            place_T = torch.cat([torch.arange(*schedules.first[row : row + 2]) for row in rows])
-            packed, layout = packed_of(micro_batch), self._layout(micro_batch)
-            schedules.micro_batches[rows] = MicroBatchPass(schedules.request, packed, layout, schedules.scores, place_T)
-        return schedules.micro_batches[rows]
-
     def _layout(self, micro_batch: TensorDict) -> Layout:
         local_T, size = self._local_positions(micro_batch)
         embedding_T = local_T
@@ -212,15 +202,9 @@ class OarMegatronMixin(ImportancePass):
                 total=partial(_all_reduced, group),
                 largest=partial(_all_reduced, group, op=distributed.ReduceOp.MAX),
             )
-        return Layout(
-            local_T,
-            embedding_T,
-            size,
-            torch.device(get_device_id()),
-            vocabulary,
-            max(0, self.model_config.hf_config.vocab_size - vocabulary.start),
-            partial(_all_reduced, parallel_state.get_context_parallel_group()),
-        )
+        columns = max(0, self.model_config.hf_config.vocab_size - vocabulary.start)
+        total = partial(_all_reduced, parallel_state.get_context_parallel_group())
+        return Layout(local_T, embedding_T, size, torch.device(get_device_id()), vocabulary, columns, total)
 
     def _local_positions(self, micro_batch: TensorDict) -> tuple[Tensor, int]:
         """Each packed token's position in this rank's flattened hidden states `[s * b]` (before sequence parallelism), int64

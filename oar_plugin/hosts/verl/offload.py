@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,9 +20,6 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.settings import MANAGER
 from oar_plugin.passes.request import FIELDS, MEASURES, SECONDS, STATUS, WEIGHTS
-
-if TYPE_CHECKING:  # a plan of a run without verl needs this module
-    from tensordict import TensorDict
 
 logger = logging.getLogger("oar_plugin")
 
@@ -65,7 +61,7 @@ def actor_may_help(status_B: Tensor) -> Tensor:
     return torch.isin(status_B, torch.tensor(ACTOR_MAY_HELP))
 
 
-def merged(data: TensorDict, asked_B: Tensor, padding_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def merged(data: Mapping[str, Tensor], asked_B: Tensor, padding_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (nested like `advantages`), status `[B]` and measures `[B, 4]`: the actor's where it was asked, or the engines'.
 
     `data` has nested `advantages`, the engines' fields, and the actor's if it was asked for any row (bool `asked_B`). The rows

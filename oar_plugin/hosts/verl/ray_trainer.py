@@ -46,7 +46,6 @@ class OarRayTrainer(TrainerCredit):
     oar: OarConfig | None = None  # None: another estimator
     running = False  # whether this process has such a trainer with OAR
     unused = 0  # advantages that the estimator has returned since the process has started, until the first is weighted
-    _started = False
 
     @property
     def config(self) -> DictConfig:
@@ -96,8 +95,7 @@ class OarRayTrainer(TrainerCredit):
 
     def _start(self, oar: OarConfig) -> None:
         """Checks the nodes before the first log-prob pass: some of verl's trainers have no hook between workers and steps."""
-        if not self._started:
-            self._started = True
+        if not hasattr(self, "_credit"):
             self._check_nodes(oar)
             self._make_credit(oar)
 
@@ -113,7 +111,9 @@ class OarRayTrainer(TrainerCredit):
         with self._asking(batch, self._advantage_signs(batch)) as asking:
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
         if self.oar.contexts:
+            begun = time.perf_counter()
             self._contrast(batch, asking.answer, result.batch["old_log_probs"])
+            asking.answer[SECONDS] += (time.perf_counter() - begun) * self._ranks() / len(batch)
         result.batch.update(asking.answer | {ENTROPY: result.batch["entropys"]})
         return result, *others
 
@@ -233,11 +233,7 @@ class _Asking:
 
 
 def advantage_to_weight(**given: Any) -> Any:
-    """`base_advantage` for verl's trainer, which weights it before the update.
-
-    Raises:
-        RuntimeError: it never does.
-    """
+    """`base_advantage` for verl's trainer, which weights it before the update. RuntimeError: it never does."""
     OarRayTrainer.unused += 1
     if OarRayTrainer.unused > UNUSED:
         raise RuntimeError(

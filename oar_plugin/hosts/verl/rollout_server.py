@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import ray
 from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -19,9 +19,6 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringResult, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 SUBMISSION_S = 60.0
 """How long an exchange of weights waits for copies on their way into the engine; verl waits as long for generation."""
@@ -35,7 +32,7 @@ class OarVLLMHttpServer(vLLMHttpServer):
     share_while_generating: ClassVar[float]
 
     # What the host's server provides.
-    engine: "AsyncLLM"
+    engine: Any  # vLLM's `AsyncLLM`
     global_steps: int
     lora_as_adapter: bool
 

@@ -206,9 +206,7 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
 
 
 def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
-    """An interleaved schedule takes micro-batches in groups: a rank's rows with an advantage need rows for whole groups, and
-    so do its other rows.
-    """
+    """An interleaved schedule takes whole groups of micro-batches: of a rank's rows with an advantage, and of its others."""
     megatron = f"{_ACTOR}.megatron"
 
     def number(key: str) -> int:

@@ -11,7 +11,7 @@ import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,10 +31,6 @@ from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, 
 from oar_plugin.hosts.verl.viewer import QueuedBatch, show
 from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS, USED, WEIGHTS
 
-if TYPE_CHECKING:
-    from verl.workers.rollout.llm_server import LLMServerManager
-    from verl.workers.rollout.replica import RolloutReplica
-
 logger = logging.getLogger("oar_plugin")
 
 
@@ -46,7 +42,6 @@ class OarTrainerMixin(TrainerCredit):
 
     # What the host's trainer provides.
     timing_raw: dict[str, float]
-    llm_server_manager: "LLMServerManager"
     logger: Any
 
     def __new__(cls, config: DictConfig) -> Any:
@@ -60,12 +55,9 @@ class OarTrainerMixin(TrainerCredit):
         logger.info("OAR is on: %s", self.oar)
 
     def on_init_end(self) -> None:
-        servers: list[Any] = []
-        manager: LLMServerManager | None
-        replica: RolloutReplica
-        for manager in (getattr(self, name, None) for name in ("llm_server_manager", "standalone_server_manager")):
-            for replica in manager.get_replicas() if manager is not None else ():
-                servers += replica.servers
+        names = "llm_server_manager", "standalone_server_manager"
+        managers = [manager for name in names if (manager := getattr(self, name, None)) is not None]
+        servers = [server for manager in managers for replica in manager.get_replicas() for server in replica.servers]
         self._check_nodes(self.oar, servers)
         super().on_init_end()  # type: ignore[misc]
 
@@ -104,7 +96,9 @@ class OarTrainerMixin(TrainerCredit):
             result.extra_info.pop(REQUEST, None)
             if self.oar.contexts:
                 with marked_timer("oar", self.timing_raw):
-                    self._contrast(batch, _read(batch, "old_log_probs")["old_log_probs"].unbind())
+                    # In `separate_async` they may be those of older weights than this pass has.
+                    older = getattr(self, "local_trigger_step", 0)
+                    self._contrast(batch, None if older else _read(batch, "old_log_probs")["old_log_probs"].unbind())
             return result
 
         # The old log-probs come from the rollout: no pass computes them. So importance needs a pass of its own.
@@ -192,7 +186,9 @@ class OarTrainerMixin(TrainerCredit):
                 weights, status_B, by_actor_B = data[WEIGHTS], data[STATUS].values(), torch.ones_like(asked_B)
                 measure_B4 = data[MEASURES].values().view(len(status_B), -1)
             metrics.update(credit_metrics(measure_B4, status_B))
-            self._credit.watch.see(self.global_steps, metrics, data["rm_scores"].values().sum().item() / len(batch))
+            if not getattr(self, "local_trigger_step", 0):  # of a step with several batches, the first
+                reward = data["rm_scores"].values().sum().item() / int((~_padding_rows(batch)).sum())
+                self._credit.watch.see(self.global_steps, metrics, reward)
             advantages = weighted(data["advantages"], weights)
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -23,10 +23,6 @@ from oar_plugin.passes.contexts import ContextPrompts, PromptSource, longest_of
 from oar_plugin.passes.request import SEGMENTS, STATUS
 from oar_plugin.token_credit import TokenCredit
 
-if TYPE_CHECKING:
-    from verl.single_controller.ray.base import RayWorkerGroup
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
 SOURCES = ("prompts", "responses", "response_mask", "raw_prompt", "reward_model")
 """Fields of verl's rows that the prompts of contexts are made of."""
 SEQUENCE_RANKS = (
@@ -42,7 +38,7 @@ class TrainerCredit:
     config: DictConfig
     global_steps: int
     tokenizer: Any
-    actor_rollout_wg: "RayWorkerGroup | ActorRolloutRefWorker"  # verl gives the group the methods of its workers
+    actor_rollout_wg: Any  # a `RayWorkerGroup`, to which verl gives the methods of its workers
 
     def _make_credit(self, oar: OarConfig) -> None:
         # Ray runs the trainer on any node, in a folder of its own.
@@ -98,12 +94,7 @@ class TrainerCredit:
         return longest
 
     def _contrasted(
-        self,
-        sign_B: Tensor,
-        answer: Any,
-        keys: Sequence[str],
-        read: Callable[..., Any],
-        own: Sequence[Tensor] | None,
+        self, sign_B: Tensor, answer: Any, keys: Sequence[str], read: Callable[..., Any], own: Sequence[Tensor] | None
     ) -> dict[str, Tensor]:
         """Returns the nested fields of an actor's answer, with the importance of contexts and its weights.
 
@@ -124,9 +115,8 @@ class TrainerCredit:
         kind = importance_of(config.actor_importance or config.importance)
         assert isinstance(kind, Contrast)
         importance = contexts.importance(kind, segments, status_B, self._log_probs_after, own)
-        return {
-            name: _nested(found) for name, found in weigh_rows(importance, segments, status_B, config, kind).items()
-        }
+        weighed = weigh_rows(importance, segments, status_B, config, kind)
+        return {name: _nested(found) for name, found in weighed.items()}
 
     def _log_probs_after(self, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """`LogProbs` of verl's own pass."""
@@ -141,8 +131,12 @@ class TrainerCredit:
             "position_ids": [torch.arange(len(ids)) for ids in input_ids],
         }
         data = tu.get_tensordict({name: _nested(column) for name, column in columns.items()})
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
+        rollout = self.config.actor_rollout_ref.rollout
+        tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=rollout.temperature)
+        if not rollout.log_prob_use_dynamic_bsz:  # verl makes whole micro-batches; its own pass may be filled up
+            each, most = len(rows) // self._ranks(), rollout.log_prob_micro_batch_size_per_gpu
+            size = next(size for size in range(min(each, most), 0, -1) if each % size == 0)
+            tu.assign_non_tensor(data, micro_batch_size_per_gpu=size)
         log_probs = self.actor_rollout_wg.compute_log_prob(data)["log_probs"].cpu()
         # The log-prob of a token is where the token before it is.
         return [row[-len(response) - 1 : -1] for row, response in zip(log_probs.unbind(), responses, strict=True)]

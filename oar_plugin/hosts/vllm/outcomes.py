@@ -128,9 +128,8 @@ class _Tally:
             begin = self.rows.index(positions[0])
             for chunk_RV in logits_RV.split(_DRAWN_ROWS):
                 chunk, begin = slice(begin, begin + len(chunk_RV)), begin + len(chunk_RV)
-                token_R, seed_R = (
-                    _on(chunk_RV.device, numbers[chunk]) for numbers in (self.spec.avoid, self.spec.seeds)
-                )
+                token_R = _on(chunk_RV.device, self.spec.avoid[chunk])
+                seed_R = _on(chunk_RV.device, self.spec.seeds[chunk])
                 self.drawn.append(sample_replacements(chunk_RV, token_R, seed_R))
             return
         logits_RV = logits_RV.float()
@@ -156,9 +155,8 @@ class _Tally:
 class OutcomeRecorder:
     """Computes the outcomes of the tagged requests of one worker.
 
-    Args:
-        project: returns logits `[R, V]` from hidden states `[R, D]`; None on a tensor-parallel rank that does not get
-            the logits. Such a rank counts the same rows, so that all ranks call `project` together, with the same rows.
+    `project` returns logits `[R, V]` from hidden states `[R, D]`; None on a tensor-parallel rank that does not get the logits.
+    Such a rank counts the same rows, so that all ranks call `project` together, with the same rows.
     """
 
     def __init__(self, project: Callable[[Tensor], Tensor | None]) -> None:

@@ -202,9 +202,8 @@ class _Run:
         scorer, salt = self.scorer, self.key if use_cache else uuid.uuid4().hex
         async with scorer.throttle.slot():
             try:
-                request = tagged_request(
-                    scorer.engine, token_ids, spec, salt, use_cache, self.task.priority, self._lora, scorer.admit
-                )
+                how = salt, use_cache, self.task.priority, self._lora, scorer.admit
+                request = tagged_request(scorer.engine, token_ids, spec, *how)
                 output: RequestOutput = await asyncio.wait_for(request, self.timeout_s)
             except asyncio.TimeoutError:
                 raise _Failure("timed_out") from None

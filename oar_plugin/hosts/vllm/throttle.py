@@ -23,8 +23,7 @@ class Throttle:
     tokens, so it does not depend on model or hardware. If copies use more than the credit, the next one waits.
 
     Args:
-        max_in_flight: maximum number of copies that run at once.
-        share: fraction of the time, above 0; 1 does not limit time.
+        share: above 0; 1 does not limit time.
         seats: number of requests that the engine runs at once (vLLM's `max_num_seqs`); None: no limit. A copy needs a
             free seat: in a full engine it would wait for generation, and spend credit although it does not run.
         clock: returns seconds, ascending.

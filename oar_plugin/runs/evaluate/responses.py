@@ -86,12 +86,8 @@ def _answers(model: str, requests: Sequence[str], tensor_parallel: int) -> bytes
         # The longest context that fits into memory, and no settings from the model's generation_config.json.
         options |= {"max-model-len": -1, "generation-config": "vllm"}
         options |= {"tensor-parallel-size": tensor_parallel, "data-parallel-size": max(1, gpus // tensor_parallel)}
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.run_batch",
-            *(f"--{k}={v}" for k, v in options.items()),
-        ]
+        flags = [f"--{k}={v}" for k, v in options.items()]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.run_batch", *flags]
         command += [] if gpus else ["--enforce-eager"]  # compiling for a CPU takes longer than it saves
         guarded, environment = ["/bin/sh", "-c", _UNTIL_STDIN_CLOSES, "sh", *command], {**_ENVIRONMENT, **os.environ}
         with subprocess.Popen(guarded, stdin=subprocess.PIPE, env=environment, start_new_session=True) as vllm:

@@ -58,14 +58,6 @@ def examine(
     return made, [memory, _examine_data(config), _examine_model(config, local), _examine_reward(config)]
 
 
-def strings(config: DictConfig, key: str) -> list[str]:
-    """Return the values of a key as a list; verl accepts one string or a list of strings."""
-    from omegaconf import OmegaConf
-
-    value = OmegaConf.select(config, key)
-    return [value] if isinstance(value, str) else [str(each) for each in value or ()]
-
-
 def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None, Finding]:
     """Return the plan and the finding about layout and memory; "not checked" if the run's GPUs are unknown (not `seen`)."""
     from oar_plugin.runs.plan.known import NotPlannedError, PlanError
@@ -102,14 +94,17 @@ def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
 
 def _examine_data(config: DictConfig) -> Finding:
     """Check that the data files exist and have the columns that verl and the reward read."""
+    from omegaconf import OmegaConf
+
     columns = (str(config.data.prompt_key), "data_source", "reward_model")
-    files = [file for key in ("data.train_files", "data.val_files") for file in strings(config, key)]
+    # Each key has one string or a list of strings.
+    given = [OmegaConf.select(config, key) or () for key in ("data.train_files", "data.val_files")]
+    files = [str(file) for value in given for file in ([value] if isinstance(value, str) else value)]
     if faults := [f"{file} {fault}" for file in files if (fault := _fault_of(file, columns))]:
         advice = "`oar data` makes the recipes' files; OAR_DATA names the folder that holds them (default: ~/data/oar)"
         return Finding("data", "missing", "; ".join(faults), advice)
-    return Finding(
-        "data", "ok", f"{len(files)} files, in {', '.join(sorted({str(Path(file).parent) for file in files}))}"
-    )
+    folders = ", ".join(sorted({str(Path(file).parent) for file in files}))
+    return Finding("data", "ok", f"{len(files)} files, in {folders}")
 
 
 def _fault_of(file: str, columns: Sequence[str]) -> str | None:

@@ -25,14 +25,6 @@ HALF = 2  # bytes of an element of activations, of the engine's weights and of i
 Parts = dict[str, float]  # name of a part of memory, or of a phase -> bytes, FLOPs or seconds
 
 
-def training_steps(config: DictConfig) -> int | None:
-    """Return the number of steps in the whole run; None if the number of training rows is unknown."""
-    steps, rows = config.trainer.total_training_steps, _rows(config.data.train_files)
-    if steps is None and rows is not None:
-        steps = rows // config.data.train_batch_size * config.trainer.total_epochs
-    return steps
-
-
 def _rows(files: Any) -> int | None:
     """Return the number of rows in files of `oar data`; None if there is another one."""
     paths = [Path(file) for file in ([files] if isinstance(files, str) else files)]
@@ -52,9 +44,8 @@ class Plan:
         data, trainer, host = config.data, config.trainer, config.actor_rollout_ref
         for key, allowed in KNOWN["planned"].items():
             if (value := OmegaConf.select(host, key)) not in (None, *allowed):
-                raise NotPlannedError(
-                    f"not planned: actor_rollout_ref.{key}={value}; only {', '.join(map(str, allowed))}"
-                )
+                only = ", ".join(map(str, allowed))
+                raise NotPlannedError(f"not planned: actor_rollout_ref.{key}={value}; only {only}")
         self.config, self.actor, self.rollout, self.gpu = config, host.actor, host.rollout, gpu or hardware.choose_gpu()
         self.model, self.megatron = load_model(host.model.path), host.actor.strategy == "megatron"
         self.group = f"{ACTOR}.megatron" if self.megatron else f"{ACTOR}.fsdp_config"
@@ -138,7 +129,9 @@ class Plan:
         self.step = self._step(self.seconds)
         self.to_grpo = self.step / self._step({phase: t for phase, t in self.seconds.items() if phase not in OAR})
         # The run, validations included: hours as expected, at least, at most. None: unknown.
-        self.steps, rows = training_steps(config), _rows(data.val_files)
+        self.steps, trained, rows = trainer.total_training_steps, _rows(data.train_files), _rows(data.val_files)
+        if self.steps is None and trained is not None:
+            self.steps = trained // data.train_batch_size * trainer.total_epochs
         self.validations = math.ceil((self.steps or 0) / trainer.test_freq) if trainer.test_freq > 0 else 0
         self.validations += trainer.val_before_train
         self.hours = None if self.steps is None else [self._hours(e, rows or 0) for e in (EXPECTED, GOOD, POOR)]

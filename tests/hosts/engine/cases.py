@@ -18,7 +18,6 @@ WORDS: dict[str, dict[str, Any]] = {
     "own": {"importance": "python:tests.own_importance:Saliency"},
     "oar_p": {"importance": "oar_p", "replacement_token": world.PAD},
     "hybrid": {"importance": "hybrid", "replacement_token": world.PAD, "budget": 0.3},
-    "half": {"budget": 0.5},
     "span": {"span": 4},
     "sampled": {"replacement_token": None},
     "last": {"probe": "last"},
@@ -43,7 +42,7 @@ SINGLE: dict[str, list[str]] = {
         *_probed("fisher", "oar_g", "oar_p"),
         *(f"{name} {how}" for name in EVERYTHING for how in ("dynamic", "only")),
         *(*OTHERS, "entropy only", "fisher again", "decision", "onward", "onward last"),
-        *("oar_p span", "oar_p sampled", "oar_p half", "hybrid"),
+        *("oar_p span", "oar_p sampled", "hybrid"),
     ],
     **({"compiled": ["fisher"]} if shutil.which("g++") else {}),  # torch's compiler calls it on a CPU
     "offload": ["fisher"],
@@ -53,7 +52,7 @@ SINGLE: dict[str, list[str]] = {
     "capped": ["fisher", "own", "oar_p"],  # a Gemma 2, with soft-capped logits
 }
 DOUBLE: dict[str, list[str]] = {
-    "fsdp2": [*EVERYTHING, "oar_p half", "hybrid"],
+    "fsdp2": [*EVERYTHING, "hybrid"],
     "checkpointing": ["fisher"],
     "padded": ["fisher"],
     "fsdp1": ["decision", "onward"],
