@@ -19,6 +19,8 @@ dimensions = partial(json.dumps, sort_keys=True)
 LAYERS, LENGTH = 6, 5000  # not among those that are counted
 EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
+pytestmark = pytest.mark.slow  # counts whole steps
+
 
 def test_bytes_are_those_of_a_real_rank():
     # In float32, because products in bf16 take workspace on some CPUs.

@@ -60,6 +60,7 @@ logging.getLogger("oar_plugin.somewhere").warning("look here")
     assert done.stderr.count("look here") == 1
 
 
+@pytest.mark.slow
 def test_importing_verl_does_not_import_the_trainers():
     """Start-up time is paid by every process of a cluster."""
     code = "import verl, sys; print([m for m in sys.modules if m.startswith(('verl.trainer.ppo.v1', 'vllm'))])"
