@@ -174,11 +174,13 @@ def test_what_cannot_run_is_named(request, layout, overrides, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tp"), [("Qwen/Qwen2.5-7B", 2), ("Qwen/Qwen2.5-1.5B", 4), ("Qwen/Qwen3-30B-A3B", 8)])
-def test_a_token_in_vllms_cache(fsdp, name, tp):
+@pytest.mark.parametrize(
+    ("name", "tp"), [("qwen2_5_7b_math", 2), ("qwen2_5_1_5b_math", 4), ("qwen3_30b_a3b_megatron", 8)]
+)
+def test_a_token_in_vllms_cache(name, tp):
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
-    key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-    made = Plan(with_overrides(fsdp, {key: tp, "actor_rollout_ref.model.path": name}))
+    overrides = [f"actor_rollout_ref.rollout.tensor_model_parallel_size={tp}"]
+    made = Plan(compose_recipe(find_recipe(name), "oar", overrides))
     heads, size = max(1, made.model.num_key_value_heads // tp), made.model.head_dim
     spec = interface.FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=size, dtype=torch.bfloat16)
     assert made.cache_bytes == spec.page_size_bytes / 16 * made.model.num_hidden_layers
