@@ -38,7 +38,7 @@ from benchmarks.tiny.words import make_tokenizer
 from benchmarks.workload import Batch
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status, summarize
-from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, STATUS, WEIGHTS, Request
+from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, STATUS, WEIGHTS, Request, nested
 from verl_cpu.megatron import has_megatron_bridge
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class Actor:
             "position_ids": torch.arange(self.token_BL.shape[1]).expand_as(self.token_BL),
             NEEDED: self.needed_B.long()[:, None],
         }
-        data = TensorDict({name: _nested(values) for name, values in rows.items()}, batch_size=[len(response_BL)])
+        data = TensorDict({name: nested(values) for name, values in rows.items()}, batch_size=[len(response_BL)])
         flags = {"use_remove_padding": True, "use_dynamic_bsz": False, "use_fused_kernels": False, "temperature": 1.0}
         tu.assign_non_tensor(data, calculate_entropy=True, micro_batch_size_per_gpu=self.size, **flags)
         if importance:
@@ -138,7 +138,7 @@ class Actor:
         # Only the last stage of a pipeline has log-probs, and only it looks at them here.
         known = "log_probs" in output
         old_BL = no_padding_2_padding(output["log_probs"].cpu(), data) if known else torch.zeros_like(advantage_BL)
-        data["old_log_probs"], data["advantages"] = _nested(old_BL), _nested(advantage_BL)
+        data["old_log_probs"], data["advantages"] = nested(old_BL), nested(advantage_BL)
         tu.assign_non_tensor(data, calculate_entropy=False, global_batch_size=self.total)
         return data
 
@@ -169,10 +169,6 @@ class Actor:
         status_B = torch.cat(list(output[STATUS].unbind()))
         if not torch.equal(status_B == Status.SCORED, self.needed_B):
             raise RuntimeError(f"not every row that was to be scored was: {[Status(int(x)).name for x in status_B]}")
-
-
-def _nested(rows: Tensor) -> Tensor:
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 class Clock:

@@ -15,8 +15,11 @@ It reads importance and segments only of responses that people are to look at.
 """
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
+
+import torch
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.importance import Forward, Importance, importance_of
@@ -65,6 +68,11 @@ class Request:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Request":
         return cls(**values | {"config": OarConfig.parse(values["config"])})
+
+
+def nested(rows: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns a jagged nested tensor, the form of a batch's fields, from one tensor per row."""
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:

@@ -173,7 +173,8 @@ def test_verls_fsdp_engine_does_not_wait_around_a_forward_step(monkeypatch, mode
     pytest.importorskip("verl")
     from oar_plugin.hosts.verl import fsdp
     from oar_plugin.hosts.verl.fsdp import OarFSDPMixin
-    from oar_plugin.hosts.verl.importance_pass import SEQUENCE_SEGMENTS, nested
+    from oar_plugin.hosts.verl.importance_pass import SEQUENCE_SEGMENTS
+    from oar_plugin.passes.request import nested
 
     class Host:
         use_ulysses_sp = use_remove_padding = ulysses

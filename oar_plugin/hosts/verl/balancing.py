@@ -30,6 +30,11 @@ def balanced_partitions(lengths: Sequence[int], scored: Sequence[bool], ranks: i
     return [sorted(order[place] for place in dealt) for dealt in get_seqlen_balanced_partitions(lifted, ranks, True)]
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`: micro-batches of so many rows are whole."""
+    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
+
+
 def scored_first(scored_B: Tensor, length_B: Tensor, ahead: int) -> Tensor:
     """An order of a rank's rows: the scored ones, then the shortest others up to `ahead` rows, then the rest in its order."""
     scored, others = scored_B.nonzero()[:, 0], (~scored_B).nonzero()[:, 0]

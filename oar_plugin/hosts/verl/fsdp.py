@@ -31,7 +31,7 @@ from oar_plugin.hosts.verl.importance_pass import (
 )
 from oar_plugin.passes.gradient import Layout, MicroBatchPass
 from oar_plugin.passes.masked_copies import MaskedCopies, Reduce, Result
-from oar_plugin.passes.request import IMPORTANCE, Request
+from oar_plugin.passes.request import IMPORTANCE, Request, nested
 from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, check_model, logit_changes, unwrapped
 from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
 
@@ -237,9 +237,8 @@ def fused_fault(model: Any) -> str:
 def like_first_row(data: TensorDict, sequences: Sequence[Tensor]) -> TensorDict:
     """A micro-batch of other sequences. verl's other fields are those of the first row: no log-probs are read."""
     micro_batch = tu.index_select_tensor_dict(data, torch.zeros(len(sequences), dtype=torch.long))
-    micro_batch["input_ids"] = torch.nested.as_nested_tensor(list(sequences), layout=torch.jagged)
-    positions = [torch.arange(len(sequence), device=sequence.device) for sequence in sequences]
-    micro_batch["position_ids"] = torch.nested.as_nested_tensor(positions, layout=torch.jagged)
+    micro_batch["input_ids"] = nested(sequences)
+    micro_batch["position_ids"] = nested(torch.arange(len(sequence), device=sequence.device) for sequence in sequences)
     return micro_batch
 
 

@@ -19,16 +19,15 @@ from torch import Tensor, distributed
 from verl.utils import device as host_device
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
-from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import weigh_rows
-from oar_plugin.hosts.verl.balancing import scored_first
+from oar_plugin.hosts.verl.balancing import largest_divisor, scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, Request, nested
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -122,7 +121,7 @@ class ImportancePass:
         if values is None:
             return super().infer_batch(data, loss_function)  # type: ignore[misc]
         request = Request.from_dict(values)
-        maybe_fix_3d_position_ids(data)
+        tu.maybe_fix_3d_position_ids(data)
         if request.importance not in self._checked:
             self._check_supported(data, request)
             self._checked |= {request.importance}
@@ -240,8 +239,7 @@ class ImportancePass:
     def _limit_micro_batches(self, data: TensorDict) -> None:
         name, most = self._most_at_once(data)
         if not self._is_dynamic(data):  # verl needs whole micro-batches
-            rows = len(data) // self._micro_batch_multiple()
-            most = next(size for size in range(min(rows, most), 0, -1) if rows % size == 0)
+            most = largest_divisor(len(data) // self._micro_batch_multiple(), most)
         tu.assign_non_tensor(data, **{name: most})
 
     def _infer_unscored(self, data: TensorDict, rows: Tensor) -> dict[str, Any]:
@@ -300,11 +298,6 @@ def zero_non_finite(importance: list[Tensor], status_B: Tensor) -> None:
         if not torch.isfinite(row).all():
             importance[index] = torch.zeros_like(row)
             status_B[index] = Status.NON_FINITE
-
-
-def nested(rows: list[Tensor]) -> Tensor:
-    """Returns a jagged nested tensor, the form of a batch's fields, from one tensor per row."""
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def mark() -> Mark:

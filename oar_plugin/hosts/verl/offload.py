@@ -19,7 +19,7 @@ from torch import Tensor
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.settings import MANAGER
-from oar_plugin.passes.request import FIELDS, MEASURES, SECONDS, STATUS, WEIGHTS
+from oar_plugin.passes.request import FIELDS, MEASURES, SECONDS, STATUS, WEIGHTS, nested
 
 logger = logging.getLogger("oar_plugin")
 
@@ -77,7 +77,7 @@ def merged(data: Mapping[str, Tensor], asked_B: Tensor, padding_B: Tensor) -> tu
     for row in padding_B.nonzero()[:, 0].tolist():
         weights[row] = torch.ones_like(data["advantages"][row])
     status_B = torch.cat(chosen(STATUS)).masked_fill(padding_B, int(Status.NOT_NEEDED))
-    return torch.nested.as_nested_tensor(weights, layout=torch.jagged), status_B, torch.stack(chosen(MEASURES))
+    return nested(weights), status_B, torch.stack(chosen(MEASURES))
 
 
 @dataclass(frozen=True)

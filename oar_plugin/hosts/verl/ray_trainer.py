@@ -152,12 +152,9 @@ class OarRayTrainer(TrainerCredit):
     def _contrast(self, batch: DataProto, answer: dict[str, Tensor], own_BL: Tensor | None) -> None:
         """Puts the importance of contexts, with its weights, in place of the actor's. `own_BL`: the actor's log-probs."""
         held = padded_batch(self.global_steps, batch, answer[STATUS][:, 0], answer)
-        nested = {SEGMENTS: held.read(held.keys, [SEGMENTS])[SEGMENTS]}
-        nested[STATUS] = torch.nested.as_nested_tensor(list(answer[STATUS]), layout=torch.jagged)
-        own = None
-        if own_BL is not None:
-            own = [row[: len(of)] for row, of in zip(own_BL, nested[SEGMENTS].unbind(), strict=True)]
-        for name, field in self._contrasted(answer[NEEDED][:, 0], nested, held.keys, held.read, own).items():
+        segments = held.columns(range(len(batch)), [SEGMENTS])[SEGMENTS]
+        own = None if own_BL is None else [row[: len(of)] for row, of in zip(own_BL, segments, strict=True)]
+        for name, field in self._contrasted(answer[NEEDED][:, 0], segments, held, own).items():
             if name in answer:
                 answer[name] = padded_field(name, field, *answer[WEIGHTS].shape)
 

@@ -29,7 +29,7 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import QueuedBatch, show
-from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS, USED, WEIGHTS
+from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS, USED, WEIGHTS, nested
 
 logger = logging.getLogger("oar_plugin")
 
@@ -113,10 +113,14 @@ class OarTrainerMixin(TrainerCredit):
 
     def _contrast(self, batch: Any, own: Sequence[Tensor] | None) -> None:
         """Writes the importance of contexts, with its weights, in place of the actor's. `own`: the actor's log-probs."""
-        answer, read = _read(batch, SEGMENTS, STATUS), partial(tq.kv_batch_get, partition_id=batch.partition_id)
-        sign_B = _read(batch, NEEDED)[NEEDED].values()
-        for name, field in self._contrasted(sign_B, answer, batch.keys, read, own).items():
+        answer = _read(batch, NEEDED, SEGMENTS, STATUS)
+        queued = self._queued(batch, answer[NEEDED].values() != 0, answer[STATUS].values())
+        for name, field in self._contrasted(answer[NEEDED].values(), answer[SEGMENTS].unbind(), queued, own).items():
             _write(batch, name, field)
+
+    def _queued(self, batch: Any, by_actor_B: Tensor, status_B: Tensor) -> QueuedBatch:
+        read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
+        return QueuedBatch(self.global_steps, batch.keys, ~_padding_rows(batch), by_actor_B, status_B, read)
 
     def _bypasses_log_probs(self) -> bool:
         correction = self.config.algorithm.get("rollout_correction", None)
@@ -145,7 +149,7 @@ class OarTrainerMixin(TrainerCredit):
             sign_B *= own_B & actor_may_help(status_B) & (self.oar.actor_importance is not None)
             rows = [row for row, own in zip(records, own_B.tolist(), strict=True) if own]
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, sign_B.bool()).items()})
-        _write(batch, NEEDED, torch.nested.as_nested_tensor(list(sign_B[:, None]), layout=torch.jagged))
+        _write(batch, NEEDED, nested(sign_B[:, None]))
         return sign_B
 
     def _advantage_signs(self, batch: Any) -> torch.Tensor:
@@ -192,8 +196,7 @@ class OarTrainerMixin(TrainerCredit):
             advantages = weighted(data["advantages"], weights)
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
-        read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
-        queued = QueuedBatch(self.global_steps, batch.keys, ~_padding_rows(batch), by_actor_B, status_B, read)
+        queued = self._queued(batch, by_actor_B, status_B)
         metrics.update(show(self._credit, queued, self.logger.logger))  # while the queue has the host's own advantages
         with marked_timer("oar", self.timing_raw):
             _write(batch, "advantages", advantages)

@@ -1,6 +1,6 @@
 """What token credit adds to each of verl's trainers. `trainer` (v1) and `ray_trainer` know how their batches are held."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +16,12 @@ from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.importance import importance_of, without_contexts
 from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.estimator import weigh_rows
-from oar_plugin.hosts.verl.balancing import balanced_partitions
+from oar_plugin.hosts.verl.balancing import balanced_partitions, largest_divisor
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.settings import STRATEGIES
+from oar_plugin.hosts.verl.viewer import QueuedBatch
 from oar_plugin.passes.contexts import ContextPrompts, PromptSource, longest_of
-from oar_plugin.passes.request import SEGMENTS, STATUS
+from oar_plugin.passes.request import nested
 from oar_plugin.token_credit import TokenCredit
 
 SOURCES = ("prompts", "responses", "response_mask", "raw_prompt", "reward_model")
@@ -94,29 +95,27 @@ class TrainerCredit:
         return longest
 
     def _contrasted(
-        self, sign_B: Tensor, answer: Any, keys: Sequence[str], read: Callable[..., Any], own: Sequence[Tensor] | None
+        self, sign_B: Tensor, of_actor: Sequence[Tensor], batch: QueuedBatch, own: Sequence[Tensor] | None
     ) -> dict[str, Tensor]:
         """Returns the nested fields of an actor's answer, with the importance of contexts and its weights.
 
-        `sign_B` has the marks of `NEEDED`; `answer` the actor's nested `SEGMENTS` and `STATUS`. For `keys` and `read` see
-        `QueuedBatch`, for `own` see `Contexts.importance`.
+        `sign_B` has the marks of `NEEDED`; `of_actor` are the actor's `SEGMENTS`. For `own` see `Contexts.importance`.
         """
         rows, sources = sign_B.nonzero()[:, 0].tolist(), list[PromptSource | None]([None] * len(sign_B))
-        fields = read(keys=[keys[row] for row in rows], select_fields=list(SOURCES)) if rows else {}
-        found = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in fields.items()}
+        found = batch.columns(rows, SOURCES) if rows else {}
         columns = (found.get(name, [None] * len(rows)) for name in SOURCES)
         for row, prompt_L, response_L, own_L, messages, data in zip(rows, *columns, strict=True):
             truth = data.get("ground_truth") if isinstance(data, Mapping) else None
             sources[row] = PromptSource(messages, prompt_L, response_L, own_L.bool(), truth, int(sign_B[row]))
-        segments, status_B = [row.clone() for row in answer[SEGMENTS].unbind()], answer[STATUS].values()
+        segments = [row.clone() for row in of_actor]
         # The actor's importance is 0 at every token. So it calls responses that can be scored CONSTANT.
-        status_B = status_B.masked_fill(status_B == Status.CONSTANT, int(Status.SCORED))
+        status_B = batch.status_B.masked_fill(batch.status_B == Status.CONSTANT, int(Status.SCORED))
         config, contexts = self._credit.config, self._context_prompts.contexts(sources)
         kind = importance_of(config.actor_importance or config.importance)
         assert isinstance(kind, Contrast)
         importance = contexts.importance(kind, segments, status_B, self._log_probs_after, own)
         weighed = weigh_rows(importance, segments, status_B, config, kind)
-        return {name: _nested(found) for name, found in weighed.items()}
+        return {name: nested(found) for name, found in weighed.items()}
 
     def _log_probs_after(self, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """`LogProbs` of verl's own pass."""
@@ -130,13 +129,12 @@ class TrainerCredit:
             "input_ids": input_ids,
             "position_ids": [torch.arange(len(ids)) for ids in input_ids],
         }
-        data = tu.get_tensordict({name: _nested(column) for name, column in columns.items()})
+        data = tu.get_tensordict({name: nested(column) for name, column in columns.items()})
         rollout = self.config.actor_rollout_ref.rollout
         tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=rollout.temperature)
         if not rollout.log_prob_use_dynamic_bsz:  # verl makes whole micro-batches; its own pass may be filled up
             each, most = len(rows) // self._ranks(), rollout.log_prob_micro_batch_size_per_gpu
-            size = next(size for size in range(min(each, most), 0, -1) if each % size == 0)
-            tu.assign_non_tensor(data, micro_batch_size_per_gpu=size)
+            tu.assign_non_tensor(data, micro_batch_size_per_gpu=largest_divisor(each, most))
         log_probs = self.actor_rollout_wg.compute_log_prob(data)["log_probs"].cpu()
         # The log-prob of a token is where the token before it is.
         return [row[-len(response) - 1 : -1] for row, response in zip(log_probs.unbind(), responses, strict=True)]
@@ -144,10 +142,6 @@ class TrainerCredit:
     def _request(self, importance_only: bool) -> dict[str, Any]:
         longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
         return self._credit.request(self.global_steps, longest, temperature, importance_only).to_dict()
-
-
-def _nested(rows: Sequence[Tensor]) -> Tensor:
-    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
 
 
 def signs(advantage_BL: Tensor) -> Tensor:

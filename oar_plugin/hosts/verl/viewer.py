@@ -4,7 +4,7 @@ No fault in it stops the run: a metric counts it, and the log says it once.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from textwrap import indent
@@ -44,9 +44,14 @@ class QueuedBatch:
     status_B: Tensor  # int64, a `Status` per row
     read: Callable[..., TensorDict]  # `read(keys=..., select_fields=...)`: fields of some rows, if they were written
 
+    def columns(self, rows: Iterable[int], names: Sequence[str]) -> dict[str, Sequence[Any]]:
+        """The values of some fields by row: tensors, or what else verl holds. A field that was not written is left out."""
+        fields = self.read(keys=[self.keys[row] for row in rows], select_fields=list(names))
+        return {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in fields.items()}
+
     def siblings(self) -> Iterator[Sibling]:
         """The responses, a group's in the order of sampling, without the rows that verl added."""
-        scores = self.read(keys=list(self.keys), select_fields=["rm_scores"])["rm_scores"].unbind()
+        scores = self.columns(range(len(self.keys)), ["rm_scores"])["rm_scores"]
         places, first_row = list[tuple[int, int, int, int, str]](), dict[str, int]()
         for row in self.own_B.nonzero()[:, 0].tolist():
             uid, session, index = self.keys[row].rsplit("_", 2)
@@ -99,9 +104,7 @@ def show(credit: TokenCredit, batch: QueuedBatch, loggers: Mapping[str, Any]) ->
 
 def _read(credit: TokenCredit, batch: QueuedBatch, rows: list[int]) -> tuple[PaddedBatch, CreditedBatch, Known]:
     """Some rows of a batch, padded on the right: the responses, their credit, and what else is `known` of a row."""
-    keys, by_actor = [batch.keys[row] for row in rows], batch.by_actor_B[rows].tolist()
-    fields = batch.read(keys=keys, select_fields=[*TEXTS, *CREDIT, *ENGINE_FIELDS.values()])
-    columns = {name: f.unbind() if isinstance(f, Tensor) else f.tolist() for name, f in fields.items()}
+    columns, by_actor = batch.columns(rows, TEXTS + CREDIT + [*ENGINE_FIELDS.values()]), batch.by_actor_B[rows].tolist()
 
     def padded(name: str) -> Tensor:
         names = [name if actor else ENGINE_FIELDS.get(name, name) for actor in by_actor]

@@ -41,8 +41,7 @@ def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Met
         place, answer = key
         if answer is None:
             return False, None
-        truth = problems.problems[place][1]
-        score = compute_score(problems.name, text_of[key], truth)
+        score = compute_score(problems.name, text_of[key], problems.problems[place][1])
         name = "".join(answer.text.split())
         if len(answer.text) <= LONGEST_ANSWER:
             with suppress(TaskFailed):
