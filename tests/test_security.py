@@ -168,7 +168,7 @@ def test_an_answer_is_not_evaluated_as_python(text, answer, tmp_path, monkeypatc
     parser.parse_expr_cached.cache_clear()
     found = final_answer(answer.format(text.format(str(tmp_path / "made"))))
     assert found is not None
-    _parse(found.text, found.boxed)
+    _parse(found)
     assert [text for text in given if any(letter.isalpha() or letter in "_'\"" for letter in text)] == []
     assert not (tmp_path / "made").exists()
 

@@ -65,9 +65,26 @@ _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | 
 _PROSE_MARKER = re.compile(r"(?:[Aa]nswer|ANSWER)\**\s*(?:(?:is|IS)\b[\s*]*:?|:)")
 _PROSE_LEAD = re.compile(r"(?:\*\*)?(?<!\w)(?:(?:the|my|our|final|correct)\s+){0,3}\Z", re.IGNORECASE)
 _LONGEST_LEAD = 40
-# A full stop inside a number or name ("3.14", "x.y") does not end a sentence; a closing tag or a new line does.
-_SENTENCE_END = re.compile(r"\.(?!\w)|[?。？！\n]|</\w+>")
+# A full stop inside a number or name ("3.14", "x.y") or behind an abbreviation ends no sentence; a tag or a new line does.
+_SENTENCE_END: Any = regex.compile(
+    r"(?i)\.(?!\w)(?<!\b(?:appr|approx|ca|cf|e\.g|est|i\.e|resp|viz|vs|dr|mr|mrs|ms|mt|st)\.)|[?。？！\n]|</\w+>"
+)
 _LEADING_DECORATION = re.compile(r"(?:[\s$*]|\\[(\[])*")
+# What a response says behind its thoughts counts, even if the thoughts have a box.
+_END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
+# A line of words is an answer ("#### East") only at the end of a response; after some words (group 1) it is always a heading.
+_HEADING = re.compile(
+    r"(?:\d+[.):]\s+)?(?:((?:final )?answer\W*$|verif|check|conclu|solution|expla|summar|step|case|note|reason|analy|method)"
+    r"|[^\W\d_]{2})",
+    re.IGNORECASE,
+)
+_FOLLOWED = re.compile(r"[^\n]*\n\s*[^\s<]")
+# A digit, a formula, or a letter that stands alone, as for options.
+_MATHEMATICS = re.compile(r"[\d\\$=^<>√∞π∅½¼¾⅐-⅞]|^\(?[A-Za-z]\b(?!\s+\w)")
+# What prompts have in the place of an answer, which responses repeat.
+_PLACEHOLDER = re.compile(
+    r"[\s.?_…]*|\\[lc]?dots|\W*(?:\\text\W)?(?:(?:the|your|final)\s)*answer(?:\shere)?\W*", re.IGNORECASE
+)
 # Expressions that `regex` and `re` understand differently: an approximate match ("{e<=1}"), a named class ("[[:alpha:]]").
 _AMBIGUOUS = re.compile(r"(?<!\\)(?:\\\\)*(\{(?=[\d\s<=+]*[isde])|\[(?=:[^\]]*:\]))")
 
@@ -157,7 +174,11 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
     r"""Returns the function that finds the final answer in a response's text: an ``AnswerSpan``, or None.
 
     Of all complete answers, the one that starts last counts: the ``5`` of ``<answer>\boxed{5}</answer>``, the last of several
-    boxes. Markers without text between them are one marker: ``The answer is \boxed{``. The patterns are:
+    boxes. Boxes, tags and matches of a user's own patterns count before announced answers (behind a box, ``the answer is 5`` is
+    a remark), and announced words (``#### Check``, ``the answer is correct``) after everything else. If the text behind
+    ``</think>`` has an answer, those before it do not count. A box that is empty or not closed, a placeholder (``...``) and a
+    Markdown heading (words after ``####``, followed by text) are no answers. The shipped reward grades the same answer.
+    Markers without text between them are one marker: ``The answer is \boxed{``. The patterns are:
 
     - ``boxed``: ``\boxed{...}`` with balanced braces, also ``\boxed 5``;
     - ``hash``: ``#### ...`` to the end of the line;
@@ -176,13 +197,16 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
         raise ValueError(f"answer patterns must be a list of strings, got the single string {patterns!r}")
     if not patterns:
         return _last_character
-    sources = [_candidates_of(pattern) for pattern in patterns]
+    sources = [(pattern, _candidates_of(pattern)) for pattern in patterns]
 
     def find(text: str) -> AnswerSpan | None:
-        spans = [span for source in sources for span in source(text)]
-        if not spans:
+        found = [(_certainty(pattern, text, span), span) for pattern, source in sources for span in source(text)]
+        spans = [span for _, span in found]
+        thoughts = max((match.end() for match in _END_OF_THOUGHTS.finditer(text)), default=0)
+        answers = [(sure > 0, span.start >= thoughts, sure, span.start, span) for sure, span in found if sure >= 0]
+        if not answers:
             return None
-        answer = max(spans, key=lambda span: span.start)
+        answer = max(answers)[-1]
         marker_start = answer.marker_start
         for span in sorted(spans, key=lambda span: span.marker_start, reverse=True):
             # This span's own answer would begin at or inside of our marker, so there is no text between the two markers.
@@ -191,6 +215,20 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
         return answer._replace(marker_start=marker_start)
 
     return find
+
+
+def _certainty(pattern: str, text: str, span: AnswerSpan) -> int:
+    """How certain a match is an answer. 2: box, tag, user's own; 1: announced; 0: announced, but only words; -1: it is none."""
+    if pattern not in _NAMED:
+        return 2
+    content, box_inside = text[span.start : span.end], r"\boxed" in text[span.start : span.end]
+    # A box in a box is a match of its own, which starts later.
+    if _PLACEHOLDER.fullmatch(content) or (box_inside and (pattern == "boxed" or not any(_boxed(content)))):
+        return -1
+    heading = _HEADING.match(content) if pattern == "hash" else None
+    if heading and (heading[1] or _FOLLOWED.match(text, span.end)):
+        return -1
+    return 2 if pattern in ("boxed", "answer_tag") else int(_MATHEMATICS.search(content) is not None)
 
 
 def _candidates_of(pattern: str) -> _Candidates:

@@ -1,16 +1,21 @@
 r"""The recipes' reward: 1 if math-verify finds a response's final answer equal to the ground truth, else 0.
 
 verl's `reward.custom_reward_function` (`path=pkg://oar_plugin.runs.reward`, `name=compute_score`) calls it once per response,
-in a thread. A comparison that hangs or uses too much memory is killed; the reward is 0. The answer of a response is its last
-`\boxed{...}`. Without one, it is the last of `#### ...`, `<answer>...</answer>` and `the answer is ...`.
+in a thread. A comparison that hangs or uses too much memory is killed; the reward is 0. The answer of a response is what the
+default of `algorithm.oar.answer_patterns` finds: a box before `#### ...` and `the answer is ...`.
 """
 
 import atexit
 import importlib.util
 import itertools
 import logging
+import math
 import threading
+from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
+
+import numpy as np
 
 from oar_plugin.output import INSTALL
 
@@ -26,46 +31,66 @@ LONGEST_ANSWER = 500  # in characters; longer ones are not compared: parsing tim
 
 _pool: GuardedPool | None = None
 _lock = threading.Lock()
-_failures = itertools.count(1)
+_faults = {"failed": itertools.count(1), "no_truth": itertools.count(1)}
 
 
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: str,
+    ground_truth: Any,
+    extra_info: Any = None,
     *,
     timeout_s: float = 10.0,
     processes: int = 2,
     **_: Any,
-) -> dict[str, float]:
-    """Grade one response. The ground truth is plain text (`72`) or LaTeX.
+) -> dict[str, Any]:
+    """Grade one response. The ground truth is plain text (`72`), LaTeX or a number; of several, any is right.
 
     verl's `reward_kwargs` sets `timeout_s`, the limit of one comparison, and `processes`, which compare answers for each of its
     `reward.num_workers`. The first call in a process sets both; later values have no effect.
 
     Returns:
-        `score` and `acc`: 1.0 or 0.0. `no_answer`, `unparsed` (too long, or not parsed by math-verify), `failed` (timed out or
-        crashed): 1.0 if this is why no answer was compared, else 0.0. All keys are always present: verl makes a column of each.
+        `score` and `acc`: 1.0 or 0.0. `no_truth` (the row has none), `no_answer`, `unparsed` (too long, or not parsed by
+        math-verify), `failed` (timed out or crashed): 1.0 if this is why no answer was compared, else 0.0. `extracted_answer`:
+        the answer's text. All keys are always present: verl makes a column of each.
     """
-    answer, truth = final_answer(solution_str), str(ground_truth).strip()
+    answer, truths = final_answer(solution_str), list(_truths(ground_truth))
+    row = dict.fromkeys(("score", "acc", "no_truth", "no_answer", "unparsed", "failed"), 0.0)
+    row |= {"extracted_answer": answer or ""}
+    if not truths:
+        index = extra_info.get("index", "?") if isinstance(extra_info, dict) else "?"
+        _say("ground truth %d is missing: %s, row %s of %.80s", "no_truth", repr(ground_truth)[:80], index, data_source)
+        return row | {"no_truth": 1.0}
     if answer is None:
-        return _row(no_answer=1.0)
-    if "".join(answer.text.split()) == "".join(truth.split()):
-        return _row(score=1.0)
-    if len(answer.text) > LONGEST_ANSWER:
-        return _row(unparsed=1.0)
+        return row | {"no_answer": 1.0}
+    if any("".join(answer.split()) == "".join(truth.split()) for truth in truths):
+        return row | {"score": 1.0, "acc": 1.0}
+    if len(answer) > LONGEST_ANSWER:
+        return row | {"unparsed": 1.0}
     try:
-        equal = start_pool(processes, timeout_s).run(compare, truth, answer)
+        equal = [start_pool(processes, timeout_s).run(compare, truth, answer) for truth in truths]
     except TaskFailed as error:
-        count = next(_failures)
-        if count & (count - 1) == 0:  # only the 1st, 2nd, 4th, 8th, ...: models repeat such answers
-            logger.warning("failed comparison %d: %s (answer: %.200s); the reward is 0", count, error, answer.text)
-        return _row(failed=1.0)
-    return _row(unparsed=1.0) if equal is None else _row(score=float(equal))
+        _say("failed comparison %d: %s (answer: %.200s); the reward is 0", "failed", error, answer)
+        return row | {"failed": 1.0}
+    row["score"] = row["acc"] = float(any(equal))
+    return row | {"unparsed": float(all(each is None for each in equal))}
 
 
-def _row(score: float = 0.0, no_answer: float = 0.0, unparsed: float = 0.0, failed: float = 0.0) -> dict[str, float]:
-    return {"score": score, "acc": score, "no_answer": no_answer, "unparsed": unparsed, "failed": failed}
+def _truths(value: Any) -> Iterator[str]:
+    """Yield each ground truth as text. Only text, finite numbers and lists of them have any."""
+    value = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for each in value:
+            yield from _truths(each)
+    elif isinstance(value, (str, int)) or (isinstance(value, (float, Decimal)) and math.isfinite(value)):
+        yield from filter(None, [str(value).strip()])
+
+
+def _say(message: str, kind: str, *values: Any) -> None:
+    """Warn of the 1st, 2nd, 4th, 8th, ... fault of a kind: there can be many."""
+    count = next(_faults[kind])
+    if count & (count - 1) == 0:
+        logger.warning(message, count, *values)
 
 
 def start_pool(processes: int, timeout_s: float) -> GuardedPool:

@@ -1,16 +1,21 @@
 """verl's reward function: paid is an answer that equals the ground truth, and nothing stalls training."""
 
+import itertools
 import logging
+import math
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from oar_plugin.runs import reward
+from oar_plugin.runs.math.answer import final_answer
 from oar_plugin.runs.reward import compute_score
 from tests.real_data import MATH_RESPONSES, read_lines
 
 # Ground truths that the file's grader did not recognise in another notation (10000).
 GRADER_IS_WRONG = {"10{,}000"}
-KEYS = {"score", "acc", "no_answer", "unparsed", "failed"}
+KEYS = {"score", "acc", "no_truth", "no_answer", "unparsed", "failed"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,7 +42,36 @@ def one_pool():
     ],
 )
 def test_each_row_has_every_key_and_says_why_it_got_nothing(response, truth, flags):
-    assert compute_score("test", response, truth) == {key: float(key in flags) for key in KEYS}
+    row = compute_score("test", response, truth)
+    assert row.pop("extracted_answer") == (final_answer(response) or "")
+    assert row == {key: float(key in flags) for key in KEYS}
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        *(("5", several, True) for several in (["4", "5"], ("5",), np.array(["4", "5"]), [None, "5"], [["4"], [5]])),
+        *(("5", number, True) for number in (5, 5.0, np.int64(5), np.float32(5), Decimal("5.00"), np.array(5))),
+        *(("7000", number, True) for number in (7e3, Decimal("7E+3"), np.float64(7e3))),
+        ("6", ["4", "5"], False),
+        ("None", "None", True),  # a text that a data set has
+        ("True", np.bool_(True), True),
+    ],
+)
+def test_a_ground_truth_of_any_type_means_its_text_and_of_several_any_is_right(answer, truth, right):
+    row = compute_score("test", rf"\boxed{{{answer}}}", truth)
+    assert (row["score"], row["no_truth"]) == (float(right), 0.0)
+
+
+@pytest.mark.parametrize(
+    "truth", [None, float("nan"), np.float64("nan"), Decimal("nan"), "", " ", [], [None], {}, math.inf]
+)
+def test_a_row_without_a_ground_truth_pays_nothing_and_is_named(truth, caplog, monkeypatch):
+    monkeypatch.setitem(reward._faults, "no_truth", itertools.count(1))
+    for answer in ("None", "nan", "inf", "[]", "{}"):
+        row = compute_score("set", rf"\boxed{{{answer}}}", truth, extra_info={"index": 17})
+        assert (row["score"], row["no_truth"]) == (0.0, 1.0)
+    assert "row 17 of set" in caplog.text
 
 
 def test_an_answer_that_takes_for_ever_pays_nothing_and_is_flagged(caplog):

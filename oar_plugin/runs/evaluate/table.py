@@ -17,7 +17,7 @@ from scipy import stats
 
 from oar_plugin.output import printable
 from oar_plugin.runs.evaluate.responses import ProblemSet
-from oar_plugin.runs.math.answer import FinalAnswer, canonical, final_answer
+from oar_plugin.runs.math.answer import canonical, final_answer
 from oar_plugin.runs.math.pool import TaskFailed
 from oar_plugin.runs.reward import LONGEST_ANSWER, compute_score, start_pool
 
@@ -36,14 +36,14 @@ def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Met
     processes = max(2, min(16, os.cpu_count() or 2))
     pool = start_pool(processes, timeout_s=10.0)  # the reward uses it, too
 
-    def judge(key: tuple[int, FinalAnswer | None]) -> tuple[bool, str | None]:
+    def judge(key: tuple[int, str | None]) -> tuple[bool, str | None]:
         """Return whether it is right, and a name that is equal for answers that mean the same; None without an answer."""
         place, answer = key
         if answer is None:
             return False, None
         score = compute_score(problems.name, text_of[key], problems.problems[place][1])
-        name = "".join(answer.text.split())
-        if len(answer.text) <= LONGEST_ANSWER:
+        name = "".join(answer.split())
+        if len(answer) <= LONGEST_ANSWER:
             with suppress(TaskFailed):
                 name = pool.run(canonical, answer)
         return score["acc"] == 1.0, name

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from oar_plugin.credit.answer import make_finder
 from oar_plugin.output import cause, write_whole
-from oar_plugin.runs.math.answer import final_answer
 
 # Appended to every prompt; reward and importance look for the box.
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
@@ -23,8 +23,8 @@ class Source(NamedTuple):
 
 
 def _in_the_last_box(solution: str) -> str:
-    answer = final_answer(solution)
-    return answer.text if answer is not None and answer.boxed else ""
+    span = make_finder(("boxed",))(solution)
+    return solution[span.start : span.end] if span else ""
 
 
 def _after_hash(solution: str) -> str:
