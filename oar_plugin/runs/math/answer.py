@@ -37,8 +37,12 @@ _WORD = (
     r"(?<![\\\w{])(?!(?:(?:arc)?(?:sin|cos|tan|sec)h?|exp|log|min|max|mod|gcd|lcm|det|alpha|beta|theta|lambda|abc|cde|ijk|mno)\b)"
     r"(?:(?=\w{3})[A-Za-z]*[aeiou][A-Za-z]*|of|an|in|to|by|a(?=\s+(?!sin|cos|tan|log)[a-z]{3})|[^\x00-\u03ff\W\d_]+)(?![A-Za-z}])"
 )
-_WORDS_AROUND = re.compile(rf"^(?:[\s:,]*{_WORD})+[\s:,]*|(?:[\s,]*{_WORD}(?:\s*\^\{{?\d\}}?)?)+[\s.]*$")
-_OTHER_MEANING = re.compile(r"\b(?:not|never|than|least|most|between)\b|n't\b|\\begin", re.IGNORECASE)  # `less than 5`
+_WORDS_AROUND = re.compile(
+    rf"^(?:[\s:,]*(?:{_WORD}|{_TEXT.pattern}))+[\s:,]*|(?:[\s,]*(?:{_WORD}|{_TEXT.pattern})(?:\s*\^\{{?\d\}}?)?)+[\s.]*$"
+)
+_OTHER_MEANING = re.compile(  # `less than 5`
+    r"\b(?:not|never|than|least|most|between|over|under|above|below|or (?:more|less|fewer))\b|n't\b", re.IGNORECASE
+)
 _OPTION = re.compile(r"\(?([A-Z])(?:\)|\s*[:.]|$)(?!.*(?:\band|\bor|[,&/])\s*\(?[A-Z]\b)", re.DOTALL)
 
 
@@ -97,11 +101,12 @@ def _plain(text: str) -> str:
 
 def _mathematics(answer: str) -> str:
     """Return an answer in plain notation without the words around it: `18` of `18 dollars per day`; empty for an argument."""
-    prose = re.sub(r"\b(?:is|are|equals)\b", "=", _TEXT.sub(r" \1 ", _plain(answer)))
-    bare = _WORDS_AROUND.sub("", prose).lstrip(" ,;:=").rstrip(" .,;:")
-    if not bare or _OTHER_MEANING.search(prose):
-        return _plain(answer)
-    return "" if "=" in bare and re.search(_WORD, bare) else bare
+    prose = re.sub(r"\b(?:is|are|equals)\b", "=", _plain(answer))
+    if r"\begin" in prose:
+        return prose
+    bare = _WORDS_AROUND.sub("", prose) or _WORDS_AROUND.sub("", _TEXT.sub(r"\1", prose)) or _plain(answer)
+    argument = _OTHER_MEANING.search(prose) or ("=" in bare and re.search(_WORD, bare))
+    return "" if argument else bare.lstrip(" ,;:=").rstrip(" .,;:")
 
 
 @functools.lru_cache(maxsize=1024)  # all responses of a group have the same ground truth
