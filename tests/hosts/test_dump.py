@@ -16,6 +16,7 @@ from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.hosts.verl.trainer_credit import answer_mismatch
 from oar_plugin.hosts.verl.viewer import QueuedBatch, padded_batch, show
 from oar_plugin.page.dumps import Sibling, choose
 from oar_plugin.page.record import parse_header, parse_response
@@ -91,7 +92,7 @@ class World:
         plain = {name: NonTensorStack(*self.others[name][rows]) for name in select_fields if name in self.others}
         return TensorDict(fields | plain, len(keys))
 
-    def show(self, step, loggers=()):
+    def batch(self, step):
         segments_BL = torch.where(LAST_BL, int(Segment.ANSWER), int(Segment.REASONING)) * REAL_BL
         importance_BL = torch.rand(6, 6, generator=torch.Generator().manual_seed(step)) * REAL_BL
         rows = ([row[:n] for row, n in zip(field, LENGTHS, strict=True)] for field in (importance_BL, segments_BL))
@@ -106,7 +107,10 @@ class World:
                 self.tensors | {"attention_mask": mask_BT}, {"uid": np.array([*"aabbcc"]), **self.others}
             )
             batch = padded_batch(step, proto, status_B, {})
-        return show(self.credit, batch, dict(loggers))
+        return batch
+
+    def show(self, step, loggers=()):
+        return show(self.credit, self.batch(step), dict(loggers))
 
     def lines(self, step):
         first, *others = (self.folder / f"step_{step:06d}.jsonl").read_text().splitlines()
@@ -135,6 +139,17 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(padded,
     assert sum(row.weights) == pytest.approx(4, rel=1e-5)
     assert max(row.importance["fisher"]) > 0
     assert padded or [rows for rows, _ in world.asked] == [6, 4], "text and scores of the chosen rows only"
+
+
+@pytest.mark.parametrize("name", ["pred", "extracted_answer", "extra_fields"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_answers_that_the_reward_read_otherwise_are_counted(padded, name, tmp_path):
+    world = World(tmp_path, padded=padded)
+    assert answer_mismatch(TOKENIZER, world.batch(1)) == {}, "the reward reports no answer"
+    reported = np.array(["<eos>", "eos", "5", None, "EOS", ""], object)
+    nested = np.array([{"reward_extra_info": {"pred": one}} for one in reported], object)
+    world.others[name] = nested if name == "extra_fields" else reported
+    assert answer_mismatch(TOKENIZER, world.batch(2)) == {"oar/answer_mismatch": 2 / 5}
 
 
 def test_only_the_steps_that_were_asked_for_are_read_and_written(tmp_path):

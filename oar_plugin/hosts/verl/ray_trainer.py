@@ -28,7 +28,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import padded_batch, show
 from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, SHOWN, STATUS, USED, WEIGHTS
 
@@ -184,7 +184,8 @@ class OarRayTrainer(TrainerCredit):
             metrics["timing_s/oar"] += fields[SECONDS].sum().item() / self._ranks()
         shown = {name: fields[name] for name in (*SHOWN, WEIGHTS) if name in fields}
         shown |= {} if entropy_BL is None else {"entropy": entropy_BL}
-        metrics.update(show(self._credit, padded_batch(self.global_steps, batch, status_B, shown), {}))
+        held = padded_batch(self.global_steps, batch, status_B, shown)
+        metrics.update(answer_mismatch(self.tokenizer, held) | show(self._credit, held, {}))
         batch.batch["advantages"] = weighted_BL
         reward = batch.batch["token_level_scores"].sum(-1).mean().item()
         self._credit.watch.see(self.global_steps, metrics, reward)

@@ -27,7 +27,7 @@ from verl.utils.debug import marked_timer
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, credit_metrics, no_importance, signs
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import QueuedBatch, show
 from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS, USED, WEIGHTS, nested
 
@@ -197,6 +197,7 @@ class OarTrainerMixin(TrainerCredit):
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
         queued = self._queued(batch, by_actor_B, status_B)
+        metrics.update(answer_mismatch(self.tokenizer, queued))
         metrics.update(show(self._credit, queued, self.logger.logger))  # while the queue has the host's own advantages
         with marked_timer("oar", self.timing_raw):
             _write(batch, "advantages", advantages)

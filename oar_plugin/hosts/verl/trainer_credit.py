@@ -1,5 +1,6 @@
 """What token credit adds to each of verl's trainers. `trainer` (v1) and `ray_trainer` know how their batches are held."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,16 +13,18 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
 from oar_plugin.config import PREFIX, OarConfig, OarConfigError
+from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.importance import importance_of, without_contexts
 from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import balanced_partitions, largest_divisor
 from oar_plugin.hosts.verl.handshake import check_nodes
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.hosts.verl.settings import STRATEGIES
 from oar_plugin.hosts.verl.viewer import QueuedBatch
 from oar_plugin.passes.contexts import ContextPrompts, PromptSource, longest_of
-from oar_plugin.passes.request import nested
+from oar_plugin.passes.request import SEGMENTS, nested
 from oar_plugin.token_credit import TokenCredit
 
 SOURCES = ("prompts", "responses", "response_mask", "raw_prompt", "reward_model")
@@ -153,6 +156,35 @@ def signs(advantage_BL: Tensor) -> Tensor:
 def credit_metrics(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:
     """Returns the metrics of a batch's weights, by the names of a run's log."""
     return {f"oar/{name}": value for name, value in summarize(measure_B4, status_B).items()}
+
+
+def answer_mismatch(tokenizer: Any, batch: QueuedBatch) -> dict[str, float]:
+    """Returns the share of scored responses whose answer the reward read otherwise, of the first 64; {} if it reports none.
+
+    Reward functions report it as `pred` or `extracted_answer`. Numbers are compared by value, other texts by their letters.
+    """
+    rows, names = (
+        (batch.own_B & (batch.status_B == Status.SCORED)).nonzero()[:64, 0].tolist(),
+        ("pred", "extracted_answer"),
+    )
+    fields = ["responses", SEGMENTS, ENGINE_FIELDS[SEGMENTS], "extra_fields", *names]
+    columns = {name: iter(column) for name, column in (batch.columns(rows, fields) if rows else {}).items()}
+    differ = list[bool]()
+    for row in rows:
+        one = {name: next(column) for name, column in columns.items()}
+        extra = one.get("extra_fields")  # v1 trainers hold there what others have as fields
+        known = one | (extra.get("reward_extra_info", {}) if isinstance(extra, Mapping) else {})
+        segment_L = one.get(SEGMENTS if batch.by_actor_B[row] else ENGINE_FIELDS[SEGMENTS])
+        read = [known[name] for name in names if known.get(name) is not None]
+        if read and segment_L is not None:
+            ours = tokenizer.decode(one["responses"][segment_L == Segment.ANSWER])
+            differ.append(_values(ours) != _values(str(read[0])))
+    return {"oar/answer_mismatch": sum(differ) / len(differ)} if differ else {}
+
+
+def _values(answer: str) -> list[float] | str:
+    numbers = re.findall(r"-?\d+\.?\d*", answer.replace(",", ""))
+    return [float(number) for number in numbers] or re.sub(r"\\[a-z]+|[\W_]", "", answer).casefold()
 
 
 def no_importance(step: int) -> str:
