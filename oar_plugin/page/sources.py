@@ -34,22 +34,24 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
     known = sorted({step for step, _ in dumped})
     if unknown := sorted(set(steps or ()) - set(known)):
         raise NothingYet(f"--steps: nothing of step {steps_text(unknown)}; there are {steps_text(known)}")
-    headers, items, skipped, used, left_out = list[Header](), list[Response](), 0, 0, list[int]()
+    headers, items, skipped, used, left_out = list[Header](), list[Response](), list[str](), 0, list[int]()
     for step, file in [pair for pair in dumped if not steps or pair[0] in steps]:
         header, responses, broken = _read(file)
         used += sum(len(response.tokens) for response in responses)
         if items and used > TOKENS and not steps:
             left_out = [other for other in known if other <= step]
             break
-        items, skipped = responses + items, skipped + broken
+        items, skipped = responses + items, broken + skipped
         headers += [header] if responses else []
-    note = f"{skipped} of {skipped + len(items)} lines skipped: half-written, or of something else"
+    kinds = [[fault for fault in skipped if (": not JSON: " in fault) is broken] for broken in (True, False)]
+    notes = [
+        f"{len(kind)} of {len(skipped) + len(items)} lines skipped, the first: {kind[0]}" for kind in kinds if kind
+    ]
     if not items:
-        raise NothingYet(f"{', '.join(map(str, sources))}: nothing to show: {note}")
+        raise NothingYet(f"{', '.join(map(str, sources))}: nothing to show: {'; '.join(notes) or 'no responses'}")
     scales = {name: scale for header in headers for name, scale in header.arbitrary_scale.items()}
     settings = [Weighing.model_validate(header.config) for header in headers]
     differ = any(other != settings[0] for other in settings)
-    notes = [note] if skipped else []
     notes += [f"steps {steps_text(left_out)} not shown: --steps N,... shows them"] if left_out else []
     notes += ["settings differ between these steps: weights are as recorded"] if differ else []
     return Loaded(replace(headers[0], arbitrary_scale=scales), items, differ, notes)
@@ -80,20 +82,24 @@ def _step(file: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _read(file: Path) -> tuple[Header, list[Response], int]:
-    """Returns the header of a file, its responses, and the number of lines that are neither."""
-    lines = [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+def _read(file: Path) -> tuple[Header, list[Response], list[str]]:
+    """Returns the header of a file, its responses, and what is wrong with each line that is neither."""
+    first, *lines = file.read_text(encoding="utf-8-sig", errors="replace").split("\n")
     try:
-        header = parse_header(lines[0] if lines else "")
+        header = parse_header(first)
     except ValueError as error:
-        fault = f"its first line is no header that this version of oar_plugin reads: {error}"
-        raise ValueError(f"{file}: {fault}; a file of prompts and responses needs --model") from None
-    responses = []
-    for line in lines[1:]:
+        what = "" if str(error).startswith("not JSON") else "no header that this version of oar_plugin reads: "
+        advice = "a file of prompts and responses needs --model"
+        raise ValueError(f"{file}: its first line is {what}{error}; {advice}") from None
+    responses, faults = list[Response](), list[str]()
+    for number, line in enumerate(lines, start=2):
+        if not line.strip():
+            continue
         try:
             if "\\ud" in line.lower():  # half of a character, which JSON allows and UTF-8 does not
                 line = json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace").decode()
             responses.append(parse_response(line))
-        except (ValueError, RecursionError):  # a disk that was full, or another program's line
-            continue
-    return header, responses, len(lines) - 1 - len(responses)
+        except (ValueError, RecursionError) as error:  # a disk that was full, or another program's line
+            unread = isinstance(error, json.JSONDecodeError | RecursionError)
+            faults.append(f"{file}, line {number}: {'not JSON: ' * unread}{error}")
+    return header, responses, faults

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from oar_plugin.cli.score import scored
 from oar_plugin.page import sources
 from oar_plugin.page.sources import read
-from tests.page.dumped import HEADER, RESPONSE, write_dump
+from tests.page.dumped import CASES, HEADER, RESPONSE, write_dump
 
 
 def written(path, *lines):
@@ -25,7 +26,8 @@ def test_a_line_of_a_dump_with_a_value_of_another_type_is_skipped(change, tmp_pa
     good = replace(RESPONSE, advantage=float("nan"), weights=[1, float("inf"), 0.5, 1.0])
     found = read([written(tmp_path / "f.jsonl", HEADER.line(), good.line(), vars(RESPONSE) | change)])
     assert [item.weights for item in found.items] == [good.weights]
-    assert found.notes == ["1 of 2 lines skipped: half-written, or of something else"]
+    fault = "Value error, response 'u'" if change == {"weights": [1.0]} else next(iter(change))
+    assert found.notes[0].startswith(f"1 of 2 lines skipped, the first: {tmp_path / 'f.jsonl'}, line 5: {fault}")
 
 
 CONFIGS = {
@@ -49,9 +51,26 @@ def test_a_line_that_is_none_costs_nothing_but_itself(tmp_path):
     file.write_bytes(file.read_bytes().replace("�".encode(), b"\xff"))
     found = read([tmp_path])
     assert found.items == [RESPONSE, other]
-    assert found.notes == ["8 of 10 lines skipped: half-written, or of something else"]
+    kinds = (4, 5, "not JSON: EOF while parsing a string at column 50"), (4, 6, "Input should be an object")
+    said = [f"{count} of 10 lines skipped, the first: {file}, line {line}: {fault}" for count, line, fault in kinds]
+    assert [note.split(";")[0] for note in found.notes] == said
     half = replace(RESPONSE, tokens=["\ud83d", "\0", "\ud83d\ude00", "2"]).line()
     assert read([written(tmp_path / "half", HEADER.line(), half)]).items[0].tokens == ["?", "\0", "😀", "2"]
+
+
+@pytest.mark.parametrize(("line", "fault"), CASES["line"].items())
+def test_it_is_said_which_line_is_no_json_or_has_other_keys(line, fault, tmp_path):
+    header, dump = written(tmp_path / "a", line), written(tmp_path / "b", vars(HEADER), vars(RESPONSE), line)
+    texts = written(tmp_path / "c", *[{"prompt": "1", "response": "2"}] * 2, line)
+    for said, where in (
+        (lambda: read([header]), f"{header}: its first line is {'' if 'not JSON' in fault else 'no header'}"),
+        (lambda: pytest.fail(read([dump]).notes[0]), f"1 of 2 lines skipped, the first: {dump}, line 3: "),
+        (lambda: next(scored([texts], "no model", [])), f"{texts}, line 3: "),
+    ):
+        with pytest.raises((ValueError, pytest.fail.Exception)) as error:
+            said()
+        assert str(error.value).startswith(where)
+        assert fault in str(error.value)
 
 
 @pytest.mark.parametrize(
