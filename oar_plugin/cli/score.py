@@ -1,6 +1,5 @@
 """Computes reward and credit of responses that are given as text, with a HuggingFace model (`oar inspect --model`)."""
 
-import codecs
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -81,7 +80,7 @@ def scored(files: Sequence[Path], checkpoint: str, configs: Sequence[OarConfig])
 
 def _read(file: Path) -> Iterator[tuple[str, Text]]:
     """Yields an id and the text of each line. A text with a truth and without a reward gets the recipes' reward."""
-    for number, line in enumerate(file.read_bytes().removeprefix(codecs.BOM_UTF8).rstrip().split(b"\n"), start=1):
+    for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n"), start=1):
         try:
             text = Text.model_validate_json(line)
         except ValidationError as error:

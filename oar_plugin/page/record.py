@@ -26,11 +26,11 @@ def is_right(reward: float | None) -> bool | None:
     return reward >= RIGHT_FROM if reward is not None and math.isfinite(reward) else None
 
 
-def fault_in(error: ValidationError) -> str:
+def fault_in(error: ValueError | RecursionError) -> str:
     """Returns what is wrong with a line: it is not JSON, or it lacks a key and has others, or a key has a wrong value."""
-    fault = max(
-        error.errors(), key=lambda one: len(one["loc"])
-    )  # of a value with two types, that of the type which fits
+    if not isinstance(error, ValidationError):
+        return f"not JSON: {error}"
+    fault = max(error.errors(), key=lambda one: len(one["loc"]))  # of a value with two types, the type that fits better
     if fault["type"] == "json_invalid":
         return f"not JSON: {fault['ctx']['error'].replace('line 1 ', '')}; each line is one whole JSON object"
     keys = f"; its keys: {', '.join(fault['input']) or 'none'}" if fault["type"] == "missing" else ""
@@ -104,10 +104,7 @@ _RESPONSE, _HEADER = TypeAdapter(Response), TypeAdapter(Header)
 
 def parse_response(line: str) -> Response:
     """Reads a line of a dump. ValueError: it is another line, or only a part of one."""
-    try:
-        return _RESPONSE.validate_json(line, strict=True)
-    except ValidationError as error:
-        raise ValueError(fault_in(error)) from None
+    return _RESPONSE.validate_json(line, strict=True)
 
 
 def parse_header(line: str) -> Header:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from oar_plugin.page.record import Header, Response, Weighing, parse_header, parse_response
+from oar_plugin.page.record import Header, Response, Weighing, fault_in, parse_header, parse_response
 
 TOKENS = 400_000
 """Default limit, for a page of a few megabytes. Steps that the user names have no limit."""
@@ -43,10 +43,8 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
             break
         items, skipped = responses + items, broken + skipped
         headers += [header] if responses else []
-    kinds = [[fault for fault in skipped if (": not JSON: " in fault) is broken] for broken in (True, False)]
-    notes = [
-        f"{len(kind)} of {len(skipped) + len(items)} lines skipped, the first: {kind[0]}" for kind in kinds if kind
-    ]
+    kinds = [[one for one in skipped if (": not JSON: " in one) is no_json] for no_json in (True, False)]
+    notes = [f"{len(own)} of {len(skipped) + len(items)} lines skipped, the first: {own[0]}" for own in kinds if own]
     if not items:
         raise NothingYet(f"{', '.join(map(str, sources))}: nothing to show: {'; '.join(notes) or 'no responses'}")
     scales = {name: scale for header in headers for name, scale in header.arbitrary_scale.items()}
@@ -88,18 +86,14 @@ def _read(file: Path) -> tuple[Header, list[Response], list[str]]:
     try:
         header = parse_header(first)
     except ValueError as error:
-        what = "" if str(error).startswith("not JSON") else "no header that this version of oar_plugin reads: "
-        advice = "a file of prompts and responses needs --model"
-        raise ValueError(f"{file}: its first line is {what}{error}; {advice}") from None
+        fault = f"{'' if 'not JSON: ' in str(error) else 'no header that this version of oar_plugin reads: '}{error}"
+        raise ValueError(f"{file}: its first line is {fault}; a file of prompts and responses needs --model") from None
     responses, faults = list[Response](), list[str]()
-    for number, line in enumerate(lines, start=2):
-        if not line.strip():
-            continue
+    for number, line in [pair for pair in enumerate(lines, start=2) if pair[1].strip()]:
         try:
             if "\\ud" in line.lower():  # half of a character, which JSON allows and UTF-8 does not
                 line = json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace").decode()
             responses.append(parse_response(line))
         except (ValueError, RecursionError) as error:  # a disk that was full, or another program's line
-            unread = isinstance(error, json.JSONDecodeError | RecursionError)
-            faults.append(f"{file}, line {number}: {'not JSON: ' * unread}{error}")
+            faults.append(f"{file}, line {number}: {fault_in(error)}")
     return header, responses, faults

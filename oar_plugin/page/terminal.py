@@ -4,7 +4,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from math import isfinite
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -28,9 +27,7 @@ def text_of(responses: Sequence[Response], console: Console) -> str:
     with console.capture() as capture:
         for response in responses:
             numbers = {"advantage": response.advantage, "reward": response.reward}
-            figures = "".join(
-                f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None and isfinite(value)
-            )
+            figures = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
             figures += "" if response.truth is None else f"  truth {response.truth}"
             head = f"step {response.step}  {response.group}  {response.uid}  {response.status}{figures}"
             console.print(Line(printable(head), "bold"))
