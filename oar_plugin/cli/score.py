@@ -11,18 +11,20 @@ from typing import Any
 import torch
 import yaml
 from pydantic import AliasChoices, BaseModel, Field, FiniteFloat, ValidationError
+from rich.console import Console
+from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oar_plugin.config import OarConfig
 from oar_plugin.front_door import importance
 from oar_plugin.output import say
-from oar_plugin.page.record import Response
+from oar_plugin.page.record import Response, fault_in
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate.checkpoints import find
 
 
-class Text(BaseModel, coerce_numbers_to_str=True):
+class Text(BaseModel, coerce_numbers_to_str=True, extra="allow"):
     """A line of a file of prompts and responses. The second names are those of verl's own dump of rollouts."""
 
     prompt: str | list[dict[str, str]] = Field(validation_alias=AliasChoices("prompt", "input"), min_length=1)
@@ -52,8 +54,11 @@ def scored(files: Sequence[Path], checkpoint: str, configs: Sequence[OarConfig])
     texts, rewards = [pair for file in files for pair in _read(file)], defaultdict[Any, list[Any]](list)
     for _, text in texts:
         rewards[text.step, text.group].append(text.reward)
+    if unread := sorted({key for _, text in texts for key in text.model_extra or ()}):
+        say(f"oar inspect: keys that are not read: {', '.join(unread)}", sys.stderr)
     model, tokenizer = _load(checkpoint)
-    for uid, text in texts:
+    console = Console(stderr=True)
+    for uid, text in track(texts, "scoring", console=console, transient=True, disable=not console.is_terminal):
         ids, siblings = tokenizer(text.response, add_special_tokens=False)["input_ids"], rewards[text.step, text.group]
         given = {"prompts": [text.prompt], "responses": [ids], "tokenizer": tokenizer, "step": max(1, text.step)}
         credits = [importance(model, **given, **config.model_dump()) for config in configs]
@@ -75,12 +80,11 @@ def scored(files: Sequence[Path], checkpoint: str, configs: Sequence[OarConfig])
 
 def _read(file: Path) -> Iterator[tuple[str, Text]]:
     """Yields an id and the text of each line. A text with a truth and without a reward gets the recipes' reward."""
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").rstrip().split("\n"), start=1):
+    for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n"), start=1):
         try:
             text = Text.model_validate_json(line)
         except ValidationError as error:
-            fault = error.errors()[0]
-            raise ValueError(f"{file}, line {number}: {': '.join([*map(str, fault['loc']), fault['msg']])}") from None
+            raise ValueError(f"{file}, line {number}: {fault_in(error)}") from None
         if text.reward is None and text.truth is not None:
             from oar_plugin.runs.reward import compute_score  # needs math-verify
 

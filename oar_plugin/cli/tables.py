@@ -1,4 +1,4 @@
-"""Tables that are complete even in a narrow terminal or in a pipe, and a progress bar."""
+"""Tables that are complete even in a narrow terminal or in a pipe."""
 
 import os
 import sys

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from oar_plugin.config import PREFIX, DumpConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.output import write_whole
-from oar_plugin.page.record import RIGHT_FROM, Header, Response
+from oar_plugin.page.record import Header, Response, is_right
 
 logger = logging.getLogger("oar_plugin")
 
@@ -34,7 +34,7 @@ def choose(siblings: Iterable[Sibling], groups: int) -> list[list[Sibling]]:
 
     def comes_later(group: Sequence[Sibling]) -> tuple[bool, bool]:
         scored = any(one.status == Status.SCORED for one in group)
-        return not (scored and len({one.reward >= RIGHT_FROM for one in group}) > 1), not scored
+        return not (scored and {is_right(one.reward) for one in group} >= {True, False}), not scored
 
     members = dict[str, list[Sibling]]()
     for one in siblings:

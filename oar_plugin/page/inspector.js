@@ -133,7 +133,8 @@ function diagnostics(r, name) {
   const w = Float64Array.from(r.reasoning, i => Math.abs(weights[i])).sort();
   const tenth = Math.fround(n * Math.fround(0.1));
   const take = Math.round(tenth) - (tenth % 1 === 0.5 && Math.round(tenth) % 2);  // torch rounds halves to even
-  return {ess: sum(w) ** 2 / (n * sum(w.map(x => x * x))), top: sum(w.subarray(n - Math.max(1, take))) / sum(w)};
+  const figures = {ess: sum(w) ** 2 / (n * sum(w.map(x => x * x))), top: sum(w.subarray(n - Math.max(1, take))) / sum(w)};
+  return Number.isFinite(figures.ess) ? figures : null;
 }
 
 function rank(r, name, i) {  // 1: the largest score; equal scores share the better rank; NaN: the token has no score
@@ -153,7 +154,7 @@ const signed = x => (x > 0 ? "+" : "") + format(x);
 
 // The strongest push in a group, at least that of weight 2: under plain GRPO, with weights of 1, no token looks boosted.
 const strongest = (r, name) => Math.max(TINY, ...r.siblings.map(s =>
-  Math.abs(s.advantage) * (credit(s, name).weights?.reduce((top, w) => Math.max(top, Math.abs(w)), 2) ?? 0)));
+  Math.abs(s.advantage) * (credit(s, name).weights?.reduce((top, w) => Number.isFinite(w) ? Math.max(top, Math.abs(w)) : top, 2) ?? 0)));
 
 // For a response and an importance: a function of a token's place. value: the number in histograms; tint: the colour; null: none.
 const weightOf = (r, name) => { const {weights} = credit(r, name); return weights && (i => weights[i]); };
@@ -161,7 +162,10 @@ const ofTool = (r, i) => r.segment[i] === "tool";
 const logImportance = (r, name) => name && (i => Math.log10(r.importance[name][i]));
 const COLOURS = {
   push: {
-    value(r, name) { const weight = weightOf(r, name); return weight && (i => ofTool(r, i) ? NaN : weight(i) * r.advantage); },
+    value(r, name) {
+      const weight = r.advantage === null ? null : weightOf(r, name);
+      return weight && (i => ofTool(r, i) ? NaN : weight(i) * r.advantage);
+    },
     tint(r, name) {
       const top = strongest(r, name), value = this.value(r, name);
       return value && (i => tint(value(i) < 0 ? ORANGE : BLUE, Math.abs(value(i)) / top));
@@ -203,26 +207,37 @@ function make(tag, properties, ...inside) {
 
 function setUp() {
   const logged = name => responses.some(r => r[name].some(Number.isFinite));
-  const offered = {source: new Set(data.responses.source), status: new Set(data.responses.status)};
   const options = (values, texts = values.map(visible)) => values.map((value, i) => make("option", {value, textContent: texts[i]}));
-  elements.source.append(...options([...offered.source].sort()));
   const known = Object.keys(data.importances);
   elements.importance.append(...options(known), ...known.length > 1 ? options(["*"], ["compare all"]) : []);
   elements.importance.append(...known.length ? [] : options([""], ["none"]));
   elements.importance.value = data.runImportance;
-  for (const option of elements.status.options) option.hidden = option.value !== "" && !offered.status.has(option.value);
+  offer("outcome", responses.map(outcomeOf));
+  offer("status", responses.map(r => credit(r, nameNow()).status), statusText);
+  offer("source", data.responses.source);
   elements.step.max = steps.length;
   elements.step.parentNode.hidden = steps.length < 2;
   for (const node of document.querySelectorAll("[data-segment]")) {
     node.hidden = !responses.some(r => r.segment.includes(node.dataset.segment));
   }
-  if (!data.responses.weighted.includes(true)) elements.colour.value = logged("logProb") ? "logProb" : "entropy";
-  else if (!data.responses.advantage.some(Number.isFinite)) elements.colour.value = "weight";
+  const lacking = ["logProb", "entropy"].filter(name => !logged(name));
+  for (const option of elements.colour.options) option.hidden = lacking.includes(option.value);
+  if (data.responses.weighted.includes(true)) elements.colour.value = data.responses.advantage.some(Boolean) ? "push" : "weight";
+  else elements.colour.value = ["logProb", "entropy"].find(logged) ?? "weight";
+}
+
+// A filter's options: what occurs, and how often. What is chosen stays, also where another gate leaves nothing of it.
+function offer(filter, values, text = visible) {
+  const {[filter]: select} = elements, {value: chosen} = select, counts = new Map(chosen ? [[chosen, 0]] : []);
+  for (const value of values.filter(Boolean)) counts.set(value, (counts.get(value) ?? 0) + 1);
+  const options = [...counts].sort().map(([value, count]) => make("option", {value, textContent: `${text(value)} (${count})`}));
+  select.replaceChildren(select.options[0], ...options);
+  select.value = chosen;
 }
 
 function passes(r) {
   const [outcome, status, source, step] = ["outcome", "status", "source", "step"].map(name => elements[name].value);
-  return (!outcome || r.right === (outcome === "right")) && (!source || r.source === source)
+  return (!outcome || outcomeOf(r) === outcome) && (!source || r.source === source)
     && (!status || credit(r, nameNow()).status === status) && (+step === 0 || r.step === steps[step - 1])
     && (!elements.search.value || hits(r).length > 0 || lower(r.prompt).includes(lower(elements.search.value)));
 }
@@ -296,10 +311,19 @@ function histogram(list, name) {
   return made;
 }
 
-const statusText = name => [...elements.status].find(option => option.value === name)?.text;
+const STATUS = {  // of credit/diagnostics.py, where the name is not enough
+  scored: "weights applied", not_needed: "advantage 0: weights change nothing", truncated: "cut off at the length limit",
+  no_reasoning: "no reasoning before the answer", non_finite: "importance not finite", constant: "all importances equal",
+  not_scored: "no scores arrived", timed_out: "masked copies took too long", too_long: "no room for masked copies",
+  aborted: "masked copies were dropped", engine_failed: "the rollout engine failed", answer_too_long: "the answer is too long",
+  out_of_memory: "not enough memory", no_context: "no prompt with an answer", context_too_long: "too long with an answer shown",
+  search_failed: "an answer pattern failed",
+};
+const statusText = name => Object.hasOwn(STATUS, name) ? STATUS[name] : visible(name.replaceAll("_", " "));
 const figuresText = figures => `ESS ${figures.ess.toFixed(2)} · top 10 % has ${(100 * figures.top).toFixed(0)} %`;
 const joined = (...parts) => visible(parts.filter(Boolean).join(" · "));
-const outcomeText = right => right === null ? "no reward" : right ? "✓ right" : "✗ wrong";
+const OUTCOMES = {right: "✓", wrong: "✗", "no reward": "–"};
+const outcomeOf = ({right}) => Object.keys(OUTCOMES)[right === null ? 2 : right ? 0 : 1];
 
 function head(card) {
   const {r} = card, name = nameNow(), {status, weights} = credit(r, name), figures = diagnostics(r, name);
@@ -308,8 +332,7 @@ function head(card) {
   const outcome = r.right === null ? "no reward" : `${r.right ? "✓" : "✗"} reward ${format(r.reward)}`;
   const parts = [chip(outcome, r.right === false ? "wrong" : "right"),
     chip(`${arrow} advantage ${r.advantage === null ? "–" : signed(r.advantage)}`, way)];
-  const why = statusText(status) ?? visible(status);
-  if (status !== "scored") parts.push(chip(why.replace(": falls back to", " →"), "fallback", why));
+  if (status !== "scored") parts.push(chip(statusText(status) + (status === "not_needed" ? "" : " → GRPO"), "fallback"));
   else if (!weights) parts.push(chip("no weights recorded", "fallback"));
   if (usedFor(r, name) !== name) parts.push(chip(`importance: ${visible(usedFor(r, name))}`, "fallback"));
   if (figures) parts.push(chip(figuresText(figures), "", "effective sample size: 1 when the credit is even"));
@@ -400,9 +423,9 @@ function build() {
   same = new Set(asked).size > 1 && same > 30 ? one.lastIndexOf(" ", same) + 1 : 0;  // instructions before each question
   for (const [i, group] of [...groups.values()].entries()) {
     const [{step, source, group: id, truth, prompt}] = group, rewards = group.map(r => r.reward).filter(Number.isFinite);
-    const columns = [true, false, null].map(right => [right, group.filter(r => r.right === right)]);
-    const made = columns.filter(([, own]) => own.length).map(([right, own]) => make("div", {className: "column"},
-      make("h3", {textContent: `${outcomeText(right)} (${own.length})`}), ...own.map(r => {
+    const columns = Object.keys(OUTCOMES).map(outcome => [outcome, group.filter(r => outcomeOf(r) === outcome)]);
+    const made = columns.filter(([, own]) => own.length).map(([outcome, own]) => make("div", {className: "column"},
+      make("h3", {textContent: `${OUTCOMES[outcome]} ${outcome} (${own.length})`}), ...own.map(r => {
         const card = {r, head: make("header"), strip: make("canvas", {className: "strip", height: 14})};
         card.rows = make("div", {className: "rows"});
         card.rows.style.minHeight = `${24 * Math.ceil(r.length / 14)}px`;  // until it is drawn
@@ -410,7 +433,8 @@ function build() {
         return card.node = make("article", {card}, card.head, card.strip, card.rows);
       })));
     const about = make("p", {className: "about"}, joined(step && `Step ${step}`, source,
-      `${group.length} response${group.length > 1 ? "s" : ""}`, rewards.length && `mean reward ${format(sum(rewards) / rewards.length)}`),
+      `${group.length} response${group.length > 1 ? "s" : ""}`, rewards.length && `mean reward ${format(sum(rewards) / rewards.length)}`,
+      responses.some(r => r.advantage) && noPush(group)),
       ...(truth === null ? [] : [" · right answer ", make("bdi", {textContent: visible(truth)})]));
     byId("groups").append(make("section", {className: "group"}, make("details", {className: "prompt"},
       make("summary", {}, make("h2", {textContent: visible((same ? "… " : "") + asked[i].slice(same))})),
@@ -427,10 +451,30 @@ function summarize() {
   const number = colourNow().value === logImportance ? "log10 of importance" : elements.colour.selectedOptions[0].text;
   const say = (id, text) => { byId(id).textContent = text; };
   say("histogramTitle", `${number}, reasoning tokens`);
-  say("figures", `${all.length} responses with weights: mean ESS ratio ${mean("ess")}, mean top-10 % mass ${mean("top")}`);
+  say("figures", all.length ? `${all.length} responses with weights: mean ESS ratio ${mean("ess")}, mean top-10 % mass ${mean("top")}` : "");
   say("shown", `${shown.length} of ${responses.length} responses`);
   byId("histogram").replaceChildren(histogram(shown, name));
   types(scored, name);
+  offer("status", responses.map(r => credit(r, name).status), statusText);
+  say("why", shown.length ? whyText(shown, name) : "");
+}
+
+const noPush = list => list.some(r => r.advantage) ? "" : list.some(r => r.advantage === 0) ? "all advantages are 0"
+  : "no advantages (GRPO needs the rewards of at least two responses to a prompt)";
+
+// Why colours are missing, or not those of the update; "" where all is as usual.
+function whyText(shown, name) {
+  const colour = elements.colour.value, all = shown.map(r => credit(r, name)), said = [], counts = new Map();
+  if (["rank", "importance"].includes(colour) && !shown.some(r => name && scoresOf(r, name).sorted)) {
+    return "No colours: no response here has finite importance.";
+  }
+  if (!["push", "weight"].includes(colour)) return "";
+  if (noPush(shown)) said.push(colour === "push" ? `No colours: ${noPush(shown)}. Colour by weight.` : `Coloured by weight: ${noPush(shown)}.`);
+  for (const {status} of all) counts.set(status, (counts.get(status) ?? 0) + 1);
+  const reasons = [...counts].map(([status, count]) => `${statusText(status)} (${count})`).join(", ");
+  if (!all.some(({weights}) => weights)) said.push(`No weights were recorded: ${reasons}.`);
+  else if (all.every(({weights}) => weights?.every(x => x === 1) ?? true)) said.push(`All weights are 1, as in plain GRPO: ${reasons}.`);
+  return said.join(" ");
 }
 
 function types(list, name) {
@@ -449,15 +493,19 @@ function types(list, name) {
   }
   const whole = sum(kinds.map(({all}) => all[6])), own = steps.filter(step => list.some(r => r.step === step));
   const columns = own.length > 1 ? own : [], share = all => `${format(Math.round(100 * all[6] / whole))} %`;
-  const means = sums => [sums[0] / sums[1], sums[2] / sums[3]].map(x => Number.isNaN(x) ? "–" : x.toFixed(2));
+  const mean = (sums, at) => sums[at + 1] ? (sums[at] / sums[at + 1]).toFixed(2) : "–";
+  const occur = [0, 2, 4].filter(at => kinds.some(({all}) => all[at + 1])), means = sums => occur.map(at => mean(sums, at));
+  const graded = occur.join() !== "4", titles = graded ? occur.map(at => Object.keys(OUTCOMES)[at / 2]) : ["mean weight"];
   const count = all => all[1] + all[3] + all[5], line = (tag, texts) => make("tr", {},
     ...texts.map((textContent, i) => make(i ? tag : "th", {textContent})));
-  byId("types").replaceChildren(
-    line("th", ["", "tokens", "right", "wrong", "share", ...columns.map(step => `step ${step}`)]),
-    ...kinds.map(({all, ...of}, i) => line("td", [data.kinds[i], count(all), ...means(all), share(all),
-      ...columns.map(step => of[step] ? means(of[step]).join(" · ") : "–")])));
+  byId("types").replaceChildren(...list.length ? [
+    line("th", ["", "tokens", ...titles, ...whole ? ["share"] : [], ...columns.map(step => `step ${step}`)]),
+    ...kinds.map(({all, ...of}, i) => line("td", [data.kinds[i], count(all), ...means(all), ...whole ? [share(all)] : [],
+      ...columns.map(step => of[step] ? means(of[step]).join(" · ") : "–")]))] : []);
+  byId("typesNote").textContent = !list.length ? "no response here has weights to average"
+    : (graded ? "mean weight by outcome" : "no response has a reward") + (whole ? "; share of all |weight × advantage|" : "");
   showMore();
-  byId("form").textContent = formText(kinds.map(({all}) => [count(all), all[0] + all[2] + all[4], ...means(all)]), list);
+  byId("form").textContent = formText(kinds.map(({all}) => [count(all), all[0] + all[2] + all[4], mean(all, 0), mean(all, 2)]), list);
 }
 
 // What to think of it if form has the largest mean weight. `kinds`: tokens, sum of weights, mean weights in right and wrong responses.
@@ -491,16 +539,20 @@ function tell(span) {
   if (r.entropy[i] >= 0) say("entropy", `${format(r.entropy[i])} nats`);
   tip.replaceChildren(make("bdi", {textContent: shownText(textOf(r, i))}), make("dl", {}, ...lines));
   tip.style.display = "block";
-  put(tip, span);
+  return put(tip, span);
 }
 
-// Beside the response, at the height of the token; where the window is too narrow, at its edge that is further away.
+// Beside the response, at the height of the token; where there is no room, at the edge that is further away. Controls and legend,
+// to the left and above, stay visible. Returns whether the token does.
 function put(tip, span) {
   const [line] = span.getClientRects(), card = span.closest("article").getBoundingClientRect();
-  const {offsetWidth: wide, offsetHeight: high} = tip, left = card.left - wide - 6, last = innerHeight - high - 4;
-  const beside = left >= 4 || card.right + wide + 10 <= document.documentElement.clientWidth;
-  tip.style.left = `${!beside ? 4 : left >= 4 ? left : card.right + 6}px`;
-  tip.style.top = `${beside ? Math.max(4, Math.min(line.top - 8, last)) : line.top > innerHeight / 2 ? 4 : last}px`;
+  const [main, legend] = [byId("legend").parentNode, byId("legend")].map(node => node.getBoundingClientRect());
+  const {offsetWidth: wide, offsetHeight: high} = tip, left = card.left - wide - 6, first = legend.bottom + 4, last = innerHeight - high - 4;
+  const beside = left >= main.left || card.right + wide + 10 <= document.documentElement.clientWidth;
+  const above = first + high < line.top, below = line.bottom < last, far = above && (!below || line.top > innerHeight / 2) ? first : last;
+  tip.style.left = `${!beside ? main.left : left >= main.left ? left : card.right + 6}px`;
+  tip.style.top = `${beside ? Math.max(first, Math.min(line.top - 8, last)) : Math.max(first, far)}px`;
+  return beside || above || below;
 }
 
 const mark = (card, i, className, on) => card.shown?.forEach(({spans}) => spans[i].classList.toggle(className, on));
@@ -521,6 +573,8 @@ function pinAt(card, place, block = "nearest", row = 0) {
   pin = {card, i, row};
   mark(card, i, "pinned", true);
   pinned().scrollIntoView({block});
+  if (tell(pinned())) return;
+  pinned().scrollIntoView({block: "center"});
   tell(pinned());
 }
 
@@ -549,7 +603,6 @@ function update(name) {
     unpin();
     cards.filter(card => card.shown).forEach(clear);
   }
-  document.body.classList.toggle("compare", names().length > 1);
   for (const card of cards) card.node.hidden = !passes(card.r);
   for (const node of document.querySelectorAll(".column, .group")) node.hidden = !node.querySelector("article:not([hidden])");
   for (const card of cards) if (card.near && !card.node.hidden) paint(card);

@@ -5,6 +5,7 @@ other line is a `Response`.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
@@ -18,6 +19,22 @@ if TYPE_CHECKING:
 FORMAT = 1
 PACKAGES = ("oar_plugin", "torch", "transformers", "vllm", "trl", "openrlhf", "deepspeed")
 RIGHT_FROM = 0.5  # rewards are 0 or 1, or -1 or 1; below 0.5 a response got points for its form only
+
+
+def is_right(reward: float | None) -> bool | None:
+    """Returns whether a reward is that of a right answer; None if there is no reward: it is None, NaN or infinite."""
+    return reward >= RIGHT_FROM if reward is not None and math.isfinite(reward) else None
+
+
+def fault_in(error: ValueError | RecursionError) -> str:
+    """Returns what is wrong with a line: it is not JSON, or it lacks a key and has others, or a key has a wrong value."""
+    if not isinstance(error, ValidationError):
+        return f"not JSON: {error}"
+    fault = max(error.errors(), key=lambda one: len(one["loc"]))  # of a value with two types, the type that fits better
+    if fault["type"] == "json_invalid":
+        return f"not JSON: {fault['ctx']['error'].replace('line 1 ', '')}; each line is one whole JSON object"
+    keys = f"; its keys: {', '.join(fault['input']) or 'none'}" if fault["type"] == "missing" else ""
+    return ": ".join([*map(str, fault["loc"]), fault["msg"]]) + keys
 
 
 @dataclass(frozen=True)
@@ -75,7 +92,7 @@ class Response:
 
     @property
     def right(self) -> bool | None:
-        return None if self.reward is None else self.reward >= RIGHT_FROM
+        return is_right(self.reward)
 
     def line(self) -> str:
         """A line of a dump. Numbers that JSON does not have (`nan`, `inf`) are written as Python's json reads them."""
@@ -96,8 +113,7 @@ def parse_header(line: str) -> Header:
         made = _HEADER.validate_json(line, strict=True)
         Weighing.model_validate(made.config)
     except ValidationError as error:
-        fault = error.errors()[0]
-        raise ValueError(": ".join([*map(str, fault["loc"]), fault["msg"]])) from None
+        raise ValueError(fault_in(error)) from None
     if made.oar_dump != FORMAT:
         raise ValueError(f"a dump of format {made.oar_dump}; this version reads {FORMAT}")
     return made

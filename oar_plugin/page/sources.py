@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from oar_plugin.page.record import Header, Response, Weighing, parse_header, parse_response
+from oar_plugin.page.record import Header, Response, Weighing, fault_in, parse_header, parse_response
 
 TOKENS = 400_000
 """Default limit, for a page of a few megabytes. Steps that the user names have no limit."""
@@ -34,22 +34,22 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
     known = sorted({step for step, _ in dumped})
     if unknown := sorted(set(steps or ()) - set(known)):
         raise NothingYet(f"--steps: nothing of step {steps_text(unknown)}; there are {steps_text(known)}")
-    headers, items, skipped, used, left_out = list[Header](), list[Response](), 0, 0, list[int]()
+    headers, items, skipped, used, left_out = list[Header](), list[Response](), list[str](), 0, list[int]()
     for step, file in [pair for pair in dumped if not steps or pair[0] in steps]:
         header, responses, broken = _read(file)
         used += sum(len(response.tokens) for response in responses)
         if items and used > TOKENS and not steps:
             left_out = [other for other in known if other <= step]
             break
-        items, skipped = responses + items, skipped + broken
+        items, skipped = responses + items, broken + skipped
         headers += [header] if responses else []
-    note = f"{skipped} of {skipped + len(items)} lines skipped: half-written, or of something else"
+    kinds = [[one for one in skipped if (": not JSON: " in one) is no_json] for no_json in (True, False)]
+    notes = [f"{len(own)} of {len(skipped) + len(items)} lines skipped, the first: {own[0]}" for own in kinds if own]
     if not items:
-        raise NothingYet(f"{', '.join(map(str, sources))}: nothing to show: {note}")
+        raise NothingYet(f"{', '.join(map(str, sources))}: nothing to show: {'; '.join(notes) or 'no responses'}")
     scales = {name: scale for header in headers for name, scale in header.arbitrary_scale.items()}
     settings = [Weighing.model_validate(header.config) for header in headers]
     differ = any(other != settings[0] for other in settings)
-    notes = [note] if skipped else []
     notes += [f"steps {steps_text(left_out)} not shown: --steps N,... shows them"] if left_out else []
     notes += ["settings differ between these steps: weights are as recorded"] if differ else []
     return Loaded(replace(headers[0], arbitrary_scale=scales), items, differ, notes)
@@ -80,20 +80,20 @@ def _step(file: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _read(file: Path) -> tuple[Header, list[Response], int]:
-    """Returns the header of a file, its responses, and the number of lines that are neither."""
-    lines = [line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+def _read(file: Path) -> tuple[Header, list[Response], list[str]]:
+    """Returns the header of a file, its responses, and what is wrong with each line that is neither."""
+    first, *lines = file.read_text(encoding="utf-8-sig", errors="replace").split("\n")
     try:
-        header = parse_header(lines[0] if lines else "")
+        header = parse_header(first)
     except ValueError as error:
-        fault = f"its first line is no header that this version of oar_plugin reads: {error}"
-        raise ValueError(f"{file}: {fault}; a file of prompts and responses needs --model") from None
-    responses = []
-    for line in lines[1:]:
+        fault = f"{'' if 'not JSON: ' in str(error) else 'no header that this version of oar_plugin reads: '}{error}"
+        raise ValueError(f"{file}: its first line is {fault}; a file of prompts and responses needs --model") from None
+    responses, faults = list[Response](), list[str]()
+    for number, line in [pair for pair in enumerate(lines, start=2) if pair[1].strip()]:
         try:
             if "\\ud" in line.lower():  # half of a character, which JSON allows and UTF-8 does not
                 line = json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace").decode()
             responses.append(parse_response(line))
-        except (ValueError, RecursionError):  # a disk that was full, or another program's line
-            continue
-    return header, responses, len(lines) - 1 - len(responses)
+        except (ValueError, RecursionError) as error:  # a disk that was full, or another program's line
+            faults.append(f"{file}, line {number}: {fault_in(error)}")
+    return header, responses, faults

@@ -45,9 +45,13 @@ def shown(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_a_model_gives_credit(here, model_folder, capsys):
+def test_a_model_gives_credit(here, model_folder, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     words = f"mine.jsonl probe=last --importance oar_g,fisher --format json --model {model_folder}".split()
-    document = json.loads(shown(capsys, *words, "algorithm.oar.sigma=0.01", "tau=0.5"))
+    assert main(["inspect", *words, "algorithm.oar.sigma=0.01", "tau=0.5"]) == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert "scoring" in printed.err
     first, second, silent, empty, _ = document["responses"]
     model, tokenizer = inspect_model(model_folder)
     settings = {"probe": "last", "sigma": 0.01, "tau": 0.5}

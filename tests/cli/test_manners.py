@@ -76,12 +76,12 @@ def folder(tmp_path, monkeypatch):
         (f"recipes copy {RECIPE} file/mine", 2, "oar recipes: file/mine: Not a directory"),
         (f"recipes copy {RECIPE} dump", 2, "dump exists"),
         ("data aime24 --from rows --out file/data", 1, "Not a directory: 'file"),
-        ("inspect dump", 0, "4 of 5 lines skipped"),
-        ("inspect dump --out made/at/once.html", 0, "4 of 5 lines skipped"),
+        ("inspect dump", 0, "1 of 5 lines skipped"),
+        ("inspect dump --out made/at/once.html", 0, "3 of 5 lines skipped"),
         ("inspect dump --out file/page.html", 2, "oar inspect: file"),
         ("inspect foreign", 2, "needs --model"),
         ("inspect nowhere", 2, "nowhere: No such file or directory"),
-        ("inspect file", 2, "file: its first line is no header"),
+        ("inspect file", 2, "file: its first line is not JSON"),
     ],
 )
 def test_a_fault_of_the_user_is_a_message_that_names_it(words, status, said, folder, capsys):

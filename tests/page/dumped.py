@@ -1,9 +1,12 @@
 """A small dump, as `record.py` writes it."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 from oar_plugin.page.record import Header, Response
 
+CASES = json.loads(Path(__file__).with_name("cases.json").read_text("utf-8"))
 CONFIG = {"importance": "fisher", "gate": "two_level", "tau": 0.5, "beta": 2.0, "floor": 0.1}
 HEADER = Header({"oar_plugin": "0"}, CONFIG, {"fisher": True})
 RESPONSE = Response(

@@ -17,7 +17,7 @@ from oar_plugin.credit.gate import GATES
 from oar_plugin.estimator import reshape
 from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.record import Header
-from tests.page.dumped import RESPONSE
+from tests.page.dumped import CASES, RESPONSE
 
 CONFIG = {"importance": "fisher", "gate": "two_level", "tau": 0.85, "beta": 2.0, "floor": 0.1}
 HEADER = Header(versions={"verl": "0.9.1"}, config=CONFIG, arbitrary_scale={"fisher": True, "oar_g": False})
@@ -287,6 +287,39 @@ def test_the_summary_counts_what_the_filters_show(show):
         assert [row[0] for row in rows[1:]] == ["digits", "operators", "words", "marks"]
         right = np.mean([w for r in kept if r.right for w in expected(r)[0::4]])
         assert rows[1][1:3] == [str(9 * len(kept)), f"{right:.2f}"]
+
+
+@pytest.mark.parametrize("case", CASES["page"].values(), ids=CASES["page"])
+def test_what_lacks_advantages_rewards_or_weights_shows_the_rest_and_says_why(case, show):
+    changes, *wanted, titles = case
+    page = show(responses := [made(str(i), seed=i, **change) for i, change in enumerate(changes)])
+    page.evaluate("summarize()")
+    assert page.evaluate("[elements.colour.value, byId('why').textContent, byId('typesNote').textContent]") == wanted
+    rows = page.evaluate("[...byId('types').rows].map(row => [...row.cells].map(cell => cell.textContent))")
+    assert rows[:1] == [["", "tokens", *titles]] * bool(titles)
+    if len(titles) == 1:
+        assert rows[1][2] == f"{np.mean([expected(r)[i] for r in responses for i in (1, 3, 5)]):.2f}"
+
+
+def test_filters_list_what_occurs_and_how_often_also_a_status_of_tomorrow(show):
+    absent = [made(reward=reward, status="tomorrow_s_fault") for reward in (None, float("nan"), float("inf"))]
+    page = show([made(), made(**WRONG), *absent])
+    listed = page.evaluate("['status', 'outcome'].map(name => [...elements[name].options].map(option => option.text))")
+    assert listed[0] == ["all", "weights applied (2)", "tomorrow s fault (3)"]
+    assert listed[1] == ["all", "no reward (3)", "right (1)", "wrong (1)"]
+
+
+@pytest.mark.parametrize("size", [(1300, 900), (950, 700), (800, 900), (400, 700)])
+def test_a_pinned_box_covers_neither_controls_nor_its_token_and_no_status_is_cut(size, show):
+    texts = {"words": WORDS[:7] * 20, "segments": [1] * 140, "status": "timed_out_" * 9}
+    page = show([made(**texts), made(**texts, **WRONG)], size=size)
+    page.locator("#side").evaluate("side => side.open = true")
+    covered = """() => [byId("side"), byId("legend"), pinned(), byId("tip")].map(node => node.getBoundingClientRect()).filter(
+        (a, i, [,,, b]) => i < 3 && a.right > b.left && a.left < b.right && a.bottom > b.top && a.top < b.bottom).length"""
+    for place in (0, 70, 139, 140, 210, 279):
+        page.locator(".tokens .t").nth(place).click()
+        assert page.evaluate(covered) == 0, place
+    assert page.locator(".chips").first.evaluate("chips => chips.scrollWidth == chips.clientWidth")
 
 
 def test_two_hundred_responses_are_small_and_not_all_are_drawn_at_once(show):

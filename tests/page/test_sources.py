@@ -1,13 +1,15 @@
 """The sources of `oar inspect`: dumps are found and read, and a bad line is skipped alone."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
+from oar_plugin.cli.score import scored
 from oar_plugin.page import sources
 from oar_plugin.page.sources import read
-from tests.page.dumped import HEADER, RESPONSE, write_dump
+from tests.page.dumped import CASES, HEADER, RESPONSE, write_dump
 
 
 def written(path, *lines):
@@ -16,28 +18,16 @@ def written(path, *lines):
     return path
 
 
-WRONG = {"step": "3", "group": ["g"], "uid": None, "token_ids": None, "advantage": "1", "reward": [1.0]}
-WRONG |= {"tokens": ["so", None, "2", "2"], "importance": {"fisher": ["0.5", 2.0, 0.0, 0.0]}, "weights": "four"}
-
-
-@pytest.mark.parametrize("change", [*({name: bad} for name, bad in WRONG.items()), {"weights": [1.0]}])
-def test_a_line_of_a_dump_with_a_value_of_another_type_is_skipped(change, tmp_path):
+@pytest.mark.parametrize(("name", "value"), CASES["response"].items())
+def test_a_line_of_a_dump_with_a_value_of_another_type_is_skipped(name, value, tmp_path):
     good = replace(RESPONSE, advantage=float("nan"), weights=[1, float("inf"), 0.5, 1.0])
-    found = read([written(tmp_path / "f.jsonl", HEADER.line(), good.line(), vars(RESPONSE) | change)])
+    found = read([written(tmp_path / "f.jsonl", HEADER.line(), good.line(), vars(RESPONSE) | {name: value})])
     assert [item.weights for item in found.items] == [good.weights]
-    assert found.notes == ["1 of 2 lines skipped: half-written, or of something else"]
+    assert f"1 of 2 lines skipped, the first: {tmp_path / 'f.jsonl'}, line 5: " in found.notes[0]
 
 
-CONFIGS = {
-    "gate": HEADER.config | {"gate": []},
-    "tau": HEADER.config | {"tau": float("nan")},
-    "importance": {"gate": "g"},
-}
-
-
-@pytest.mark.parametrize("name", ["versions", "config", "arbitrary_scale", *CONFIGS])
-def test_a_header_with_a_value_of_another_type_is_refused(name, tmp_path):
-    change = {"config": CONFIGS[name]} if name in CONFIGS else {name: None}
+@pytest.mark.parametrize(("name", "change"), CASES["header"].items())
+def test_a_header_with_a_value_of_another_type_is_refused(name, change, tmp_path):
     with pytest.raises(ValueError, match=f"no header that this version of oar_plugin reads: {name}: "):
         read([written(tmp_path / "f.jsonl", vars(HEADER) | change, RESPONSE.line())])
 
@@ -49,9 +39,19 @@ def test_a_line_that_is_none_costs_nothing_but_itself(tmp_path):
     file.write_bytes(file.read_bytes().replace("�".encode(), b"\xff"))
     found = read([tmp_path])
     assert found.items == [RESPONSE, other]
-    assert found.notes == ["8 of 10 lines skipped: half-written, or of something else"]
+    assert [note.partition("skipped")[0] for note in found.notes] == ["4 of 10 lines "] * 2
     half = replace(RESPONSE, tokens=["\ud83d", "\0", "\ud83d\ude00", "2"]).line()
     assert read([written(tmp_path / "half", HEADER.line(), half)]).items[0].tokens == ["?", "\0", "😀", "2"]
+
+
+@pytest.mark.parametrize(("line", "fault"), CASES["line"].items())
+def test_it_is_said_which_line_is_no_json_or_has_other_keys(line, fault, tmp_path):
+    dump = written(tmp_path / "dump", vars(HEADER), vars(RESPONSE), line)
+    assert re.search(f"skipped, the first: {dump}, line 3: (step: )?{re.escape(fault)}$", *read([dump]).notes)
+    with pytest.raises(ValueError, match=f"its first line is (no header .*)?{re.escape(fault)}; a file of"):
+        read([written(tmp_path / "header", line)])
+    with pytest.raises(ValueError, match=f"texts, line 2: (prompt: )?{re.escape(fault)}$"):
+        next(scored([written(tmp_path / "texts", {"prompt": "1", "response": "2"}, line)], "no model", []))
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,7 @@ def test_the_newest_steps_are_shown_or_those_that_are_named(tokens, steps, want,
     assert found.notes == [f"steps {left_out} not shown: --steps N,... shows them"] * bool(left_out)
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("projects", [1]),
-        ("run/dump/step_000001.jsonl", [1]),
-        ("two", "two: name one of its dumps: two/a, two/b"),
-        ("empty", "did the run set algorithm.oar.dump.dir?"),
-        ("old", "step_1.jsonl: its first line is no header that this version of oar_plugin reads: versions: "),
-        ("newer", "a dump of format 99; this version reads 1"),
-        ("none", "none: nothing to show: 1 of 1 lines skipped"),
-        ("foreign.jsonl", "a file of prompts and responses needs --model"),
-    ],
-)
+@pytest.mark.parametrize(("source", "said"), CASES["source"].items())
 def test_a_source_is_recognised_or_it_is_said_what_is_wrong(source, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for run in ("run", "projects/project/run"):
