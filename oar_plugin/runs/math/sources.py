@@ -137,10 +137,7 @@ def verl_row(name: str, split: str, index: int, raw: Mapping[str, Any]) -> dict[
 
 
 def rows_of(file: Path, kind: type[Row]) -> list[tuple[int, Row]]:
-    """Return the rows of a parquet file or of JSON lines, numbered from 1. Raise DataError if one is not of this kind.
-
-    `kind` is a type for pydantic. A null counts as an absent value.
-    """
+    """Return number and content of rows of parquet or lines of JSON, without nulls. Raise DataError if one is no `kind`."""
     if is_table := file.suffix == ".parquet":
         from pyarrow.parquet import read_table
     rows, of_any, of_kind = list[tuple[int, Row]](), TypeAdapter(dict[str, Any]), TypeAdapter(kind)
