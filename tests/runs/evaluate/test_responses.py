@@ -69,13 +69,11 @@ def test_a_set_that_is_not_whole_is_told_and_not_kept(truth, said, stub, tmp_pat
     assert not list(tmp_path.glob("responses/*"))
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda t: t[:-9], lambda t: t.split("\n")[0], lambda t: t * 2, lambda _: "[]\n" * 4]
-)
-def test_a_damaged_file_is_refused_and_left_alone(damage, stub, tmp_path):
+@pytest.mark.parametrize("harm", [lambda t: t[:-9], lambda t: t.split("\n")[0], lambda t: t * 2, lambda _: "[]\n" * 4])
+def test_a_damaged_file_is_refused_and_left_alone(harm, stub, tmp_path):
     made(tmp_path / "responses", "1", "2")
     (file,) = (tmp_path / "responses").iterdir()
-    file.write_text(damaged := damage(file.read_text()))
+    file.write_text(damaged := harm(file.read_text()))
     with pytest.raises(EvaluationError, match="is damaged; delete it"):
         made(tmp_path / "responses", "1", "2")
     assert file.read_text() == damaged
