@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 STAGE = ROOT / "build" / "site"
 PAGES = STAGE / "pages"
 """What zensical reads. Documents are at the paths that they have in the repository."""
+SITE = STAGE / "html" / "index.html"
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 AS_THEY_ARE = {".html", ".ipynb", ".json", ".png", ".svg"}
 """Files that a browser shows or saves. Other files become pages."""
@@ -86,4 +87,6 @@ def write_configuration() -> None:
 if __name__ == "__main__":
     write_pages()
     write_configuration()
-    sys.exit(subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=STAGE).returncode)
+    status = subprocess.run([sys.executable, "-m", "zensical", "build", "--strict"], cwd=STAGE).returncode
+    print(f"docs.site: {f'zensical failed ({status})' if status else f'written to {SITE}'}")
+    sys.exit(status)

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _HELP, _EXAMPLES
     add, default = parser.add_argument, "default: %(default)s"
     add("checkpoints", nargs="+", type=_method, metavar="[NAME=]CHECKPOINT", help="commas separate seeds of one method")
-    sets = f"sets in OAR_DATA (or ~/data/oar), or parquet files in verl's columns ({default})"
+    sets = f"sets in OAR_DATA (or ~/data/oar), or .parquet or .jsonl files in verl's columns ({default})"
     add("--data", type=listed, default="math500,aime24,amc23,minerva,olympiadbench", metavar="NAME,...", help=sets)
     add("--k", type=positive, default=32, metavar="K", help=f"responses to each problem ({default})")
     add("--baseline", metavar="NAME", help="the line with which the others are compared (default: the first)")

@@ -3,33 +3,37 @@
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from statistics import mean, stdev
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import yaml
-from pydantic import AliasChoices, BaseModel, Field, FiniteFloat, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, FiniteFloat
 from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oar_plugin.config import OarConfig
 from oar_plugin.front_door import importance
-from oar_plugin.output import say
-from oar_plugin.page.record import Response, fault_in
+from oar_plugin.output import INSTALL, say
+from oar_plugin.page.record import Response
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate.checkpoints import find
+from oar_plugin.runs.math.sources import messages_of, rows_of, truth_of
+
+_Prompt = Annotated[str | list[Any], BeforeValidator(lambda it: messages_of(it) if isinstance(it, list | dict) else it)]
 
 
 class Text(BaseModel, coerce_numbers_to_str=True, extra="allow"):
     """A line of a file of prompts and responses. The second names are those of verl's own dump of rollouts."""
 
-    prompt: str | list[dict[str, str]] = Field(validation_alias=AliasChoices("prompt", "input"), min_length=1)
+    prompt: _Prompt = Field(validation_alias=AliasChoices("prompt", "input"), min_length=1)
     response: str = Field(validation_alias=AliasChoices("response", "output"))
-    truth: str | None = Field(None, validation_alias=AliasChoices("truth", "gts"))
+    truth: Annotated[Any, BeforeValidator(truth_of)] = Field(None, validation_alias=AliasChoices("truth", "gts"))
     reward: FiniteFloat | None = Field(None, validation_alias=AliasChoices("reward", "score"))
     source: str = Field("", validation_alias=AliasChoices("source", "data_source"))
     group: str = ""
@@ -65,7 +69,8 @@ def scored(files: Sequence[Path], checkpoint: str, configs: Sequence[OarConfig])
         first, begin = credits[0], credits[0].input_ids.shape[1] - len(ids)
         known = len(siblings) > 1 and None not in siblings
         yield Response(
-            **text.model_dump(include={"step", "group", "source", "truth", "reward"}),
+            **text.model_dump(include={"step", "group", "source", "reward"}),
+            truth=" or ".join(text.truth) if isinstance(text.truth, list) else text.truth,
             uid=uid,
             prompt=tokenizer.decode(first.input_ids[0, :begin]),
             token_ids=ids,
@@ -80,13 +85,11 @@ def scored(files: Sequence[Path], checkpoint: str, configs: Sequence[OarConfig])
 
 def _read(file: Path) -> Iterator[tuple[str, Text]]:
     """Yields an id and the text of each line. A text with a truth and without a reward gets the recipes' reward."""
-    for number, line in enumerate(file.read_bytes().removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n"), start=1):
-        try:
-            text = Text.model_validate_json(line)
-        except ValidationError as error:
-            raise ValueError(f"{file}, line {number}: {fault_in(error)}") from None
+    for number, text in rows_of(file, Text):
         if text.reward is None and text.truth is not None:
-            from oar_plugin.runs.reward import compute_score  # needs math-verify
+            if missing := [name for name in ("math_verify", "pebble") if find_spec(name) is None]:
+                raise ImportError(f"a truth without a reward needs {' and '.join(missing)}: {INSTALL} in a checkout")
+            from oar_plugin.runs.reward import compute_score
 
             text.reward = compute_score(text.source, text.response, text.truth)["score"]
         text.group = text.group or str(text.prompt)

@@ -33,8 +33,12 @@ def fault_in(error: ValueError | RecursionError) -> str:
     fault = max(error.errors(), key=lambda one: len(one["loc"]))  # of a value with two types, the type that fits better
     if fault["type"] == "json_invalid":
         return f"not JSON: {fault['ctx']['error'].replace('line 1 ', '')}; each line is one whole JSON object"
-    keys = f"; its keys: {', '.join(fault['input']) or 'none'}" if fault["type"] == "missing" else ""
-    return ": ".join([*map(str, fault["loc"]), fault["msg"]]) + keys
+    given = (
+        f"its keys: {', '.join(fault['input']) or 'none'}"
+        if fault["type"] == "missing"
+        else f"here {fault['input']!r:.200}"
+    )
+    return ": ".join([*map(str, fault["loc"]), fault["msg"].removeprefix("Value error, ")]) + f"; {given}"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@
 # **It shows how it works, not that it learns faster**: one seed of a tiny model on a made-up task cannot.
 
 # %%
+import builtins
 import copy
 import html
 import os
@@ -16,7 +17,6 @@ from typing import Any
 import datasets
 import matplotlib.pyplot as plt
 import torch
-from IPython.display import HTML, display
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -178,8 +178,11 @@ figure.savefig(OUT / "curves.png", dpi=120)
 
 # %%
 oar(["inspect", str(OUT / "oar"), "--out", str(OUT / "tokens.html")])
-page = html.escape((OUT / "tokens.html").read_text(encoding="utf-8"))
-display(HTML(f'<div><iframe srcdoc="{page}" width="100%" height="720"></iframe></div>'))
+if hasattr(builtins, "__IPYTHON__"):  # a notebook; from a terminal, open the file that the line above names
+    from IPython.display import HTML, display
+
+    page = html.escape((OUT / "tokens.html").read_text(encoding="utf-8"))
+    display(HTML(f'<div><iframe srcdoc="{page}" width="100%" height="720"></iframe></div>'))
 
 # %% [markdown]
 # ## With a real model

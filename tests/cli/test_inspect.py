@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from oar_plugin.page.sources import read
 from tests.page.dumped import HEADER, RESPONSE, write_dump
 
 PROMPT, ANSWERS = "1+1=", ("so größer 2 😀 #### 2", "hmm #### 3", "no", "", "x " * 60)
+CASES = json.loads((Path(__file__).parents[1] / "runs" / "rows.json").read_text("utf-8"))
 CHAT = [{"role": "user", "content": PROMPT}]
 
 
@@ -88,6 +90,26 @@ def test_advantages_are_those_of_grpo_where_all_rewards_of_a_group_are_known(row
     document = json.loads(shown(capsys, "mine.jsonl", "--format", "json", "--model", str(model_folder)))
     assert [row["advantage"] for row in document["responses"]] == [x and pytest.approx(x, abs=1e-6) for x in read]
     assert [row["source"] for row in document["responses"]] == ["d"] * 3
+
+
+@pytest.mark.parametrize(("row", "read"), CASES["inspect"])
+def test_a_row_is_read_as_it_is_meant_or_refused_with_its_line(row, read, here, model_folder, capsys):
+    (here / "mine.jsonl").write_text(f"\n{json.dumps(row)}\n")
+    if isinstance(read, str):
+        assert main(["inspect", "mine.jsonl", "--model", str(model_folder)]) == 2
+        assert f"oar inspect: mine.jsonl, {read}" in capsys.readouterr().err
+    else:
+        (found,) = json.loads(shown(capsys, "mine.jsonl", "--format", "json", "--model", str(model_folder)))[
+            "responses"
+        ]
+        assert [found["prompt"], found["truth"], found["reward"]] == read
+
+
+def test_grading_without_its_package_says_what_to_install_here(here, model_folder, capsys, monkeypatch):
+    monkeypatch.setattr("oar_plugin.cli.score.find_spec", lambda name: None)
+    assert main(["inspect", "mine.jsonl", "--model", str(model_folder)]) == 1
+    assert "a truth without a reward needs math_verify and pebble: pip install" in (said := capsys.readouterr().err)
+    assert "node" not in said
 
 
 def inspect_model(folder):

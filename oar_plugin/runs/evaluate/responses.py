@@ -8,11 +8,14 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AliasPath, BaseModel, BeforeValidator, Field
 
 from oar_plugin.output import cause, write_whole
 from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate.checkpoints import fingerprint
+from oar_plugin.runs.math.sources import SOURCES, DataError, messages_of, rows_of, truth_of
 
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 _ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -20,26 +23,33 @@ _ENVIRONMENT |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "no
 _UNTIL_STDIN_CLOSES = 'exec 3<&0; { cat <&3 >/dev/null; kill -KILL 0; } & exec "$@" 3<&- </dev/null >&2'
 
 
+class _Row(BaseModel):
+    prompt: Annotated[list[dict[str, Any]], BeforeValidator(messages_of)]
+    truth: Annotated[Any, BeforeValidator(truth_of)] = Field(validation_alias=AliasPath("reward_model", "ground_truth"))
+    images: list[Any] = Field([], max_length=0)  # problems are asked as text
+    videos: list[Any] = Field([], max_length=0)
+
+
 class ProblemSet(NamedTuple):
     name: str
-    problems: list[tuple[list[dict[str, str]], str]]  # messages, as the chat template takes them; ground truth
+    problems: list[tuple[list[dict[str, Any]], Any]]  # what `messages_of` and `truth_of` return
 
 
 def read_problems(name: str, folder: Path, limit: int | None) -> ProblemSet:
-    """Return the set `folder/NAME/test.parquet`, or the parquet file NAME, with equal prompts once. Raises EvaluationError."""
-    import pyarrow.parquet as pq
-
-    path = Path(name).expanduser() if name.endswith(".parquet") else folder / name / "test.parquet"
+    """Return the set `folder/NAME/test.parquet`, or the file NAME, with equal prompts once. Raises EvaluationError."""
+    is_file, unique = name.endswith((".parquet", ".json", ".jsonl")), dict[str, _Row]()
+    path = Path(name).expanduser() if is_file else folder / name / "test.parquet"
     try:
-        rows = pq.read_table(path, columns=["prompt", "reward_model"]).to_pylist()
-        pairs = [(row["prompt"], str(row["reward_model"]["ground_truth"])) for row in rows]
-    except (ValueError, OSError, KeyError, TypeError) as error:  # Arrow's errors are ValueErrors
-        advice = f"oar data {name} --out {folder} makes it" if not name.endswith(".parquet") else "see oar eval --help"
+        for number, row in rows_of(path, _Row):
+            first = unique.setdefault(json.dumps(row.prompt), row)
+            if row.truth != first.truth:
+                raise DataError(f"{path}, row {number}: {row.truth!r}, where an equal prompt has {first.truth!r}")
+    except (ValueError, OSError) as error:  # Arrow's errors are ValueErrors
+        is_made = name in SOURCES and "test" in SOURCES[name].splits
+        advice = f"oar data {name} --out {folder} makes it" if is_made else "see oar eval --help"
         raise EvaluationError(f"--data={name}: cannot read {path}: {cause(error)}; {advice}") from error
-    if not pairs:
-        raise EvaluationError(f"--data={name}: {path} holds no row")
-    unique = {json.dumps(prompt): (prompt, truth) for prompt, truth in pairs}
-    return ProblemSet(path.parent.name if path.stem == "test" else path.stem, [*unique.values()][:limit])
+    name = path.absolute().parent.name if path.stem == "test" else path.stem
+    return ProblemSet(name, [(row.prompt, row.truth) for row in unique.values()][:limit])
 
 
 def responses_of(
@@ -63,7 +73,7 @@ def responses_of(
     try:
         rows = [json.loads(line) for line in lines.splitlines()]
         errors = [row["error"] for row in rows if row["error"]]
-        if errors or len(rows) < len(requests):
+        if errors or len(rows) != len(requests):
             raise ValueError(f"{len(rows)} responses to {len(requests)} requests; errors: {errors[:1]}")
         made = [str(row["response"]["body"]["choices"][0]["message"]["content"] or "") for row in rows]
     except (ValueError, TypeError, KeyError, IndexError) as error:

@@ -1,15 +1,21 @@
-"""Converts data sets from the Hugging Face hub to parquet files with verl's columns, in the recipes' data folder."""
+"""Reads problems, and converts data sets from the Hugging Face hub to parquet files with verl's columns, for the recipes."""
 
 import os
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping
+from numbers import Number
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from oar_plugin.credit.answer import make_finder
 from oar_plugin.output import cause, write_whole
+from oar_plugin.page.record import fault_in
 
 # Appended to every prompt; reward and importance look for the box.
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+Row = TypeVar("Row")
 
 
 class Source(NamedTuple):
@@ -18,8 +24,9 @@ class Source(NamedTuple):
     splits: Mapping[str, str]  # split (`train`, `test`) -> its name on the hub
     question: str  # name of the problem's column
     answer: str  # name of the column with the answer, or with the solution that contains it
-    read: Callable[[Any], str] = str  # value of `answer` -> ground truth; empty if there is none
+    read: Callable[[str], str] = str  # text of `answer` -> ground truth; empty if there is none
     config: str | None = None  # None if the data set has only one
+    listed: bool = False  # whether `answer` lists parts, which the ground truth joins
 
 
 def _in_the_last_box(solution: str) -> str:
@@ -30,11 +37,6 @@ def _in_the_last_box(solution: str) -> str:
 def _after_hash(solution: str) -> str:
     """Return `72` of `... <<48+24=72>>72 clips.\\n#### 72`, without the commas that group digits."""
     return solution.partition("####")[2].replace(",", "")
-
-
-def _without_dollars(answers: list[str]) -> str:
-    """Return the parts of an answer, joined by commas. OlympiadBench lists them, most of them between dollar signs."""
-    return ", ".join(part.replace("$", "").strip() for part in answers)
 
 
 _BOTH, _TRAIN, _TEST = {"train": "train", "test": "test"}, {"train": "train"}, {"test": "test"}
@@ -53,14 +55,15 @@ SOURCES: dict[str, Source] = {
     "aime25": Source("math-ai/aime25", "Apache-2.0", _TEST, "problem", "answer"),
     "amc23": Source("math-ai/amc23", "not stated", _TEST, "question", "answer"),
     "minerva": Source("math-ai/minervamath", "not stated", _TEST, "question", "answer"),
-    "olympiadbench": Source(
-        *("Hothan/OlympiadBench", "Apache-2.0", _AS_TRAIN, "question", "final_answer", _without_dollars, _ENGLISH)
+    "olympiadbench": Source(  # most parts of its answers are between dollar signs
+        *("Hothan/OlympiadBench", "Apache-2.0", _AS_TRAIN, "question", "final_answer"),
+        *(lambda part: part.replace("$", ""), _ENGLISH, True),
     ),
 }
 
 
-class DataError(Exception):
-    """A data set cannot be loaded, or no row of it can be used. The message says what to do."""
+class DataError(ValueError):
+    """A file or a data set cannot be read, or no row of it can be used. The message says what to do."""
 
 
 def data_folder() -> Path:
@@ -92,29 +95,92 @@ def load(name: str, split: str, local: Path | None) -> list[dict[str, Any]]:
     """Return questions and answers of one split, from the hub or a copy. Raise DataError if they cannot be loaded."""
     import datasets
 
-    source, config = SOURCES[name], SOURCES[name].config
+    source, config, wanted = SOURCES[name], SOURCES[name].config, SOURCES[name].splits[split]
     place = source.hub_id if local is None else str(local / name if (local / name).is_dir() else local)
+    advice = f"HF_ENDPOINT sets a mirror, and --from reads a copy (hf download --repo-type dataset {source.hub_id})"
     try:
-        if local is not None and config not in datasets.get_dataset_config_names(place):
-            config = None
-        dataset = datasets.load_dataset(place, config, split=source.splits[split])
+        if local is not None:
+            advice = f"needed: the split {wanted}, with columns {source.question} and {source.answer}"
+            for file in Path(place).rglob("*.json*"):  # datasets does not name the line that is wrong
+                if file.suffix == ".jsonl" or not file.stat().st_size:
+                    rows_of(file, dict)
+            config = config if config in datasets.get_dataset_config_names(place) else None
+            wanted = wanted if wanted in datasets.get_dataset_split_names(place, config) else split
+        dataset = datasets.load_dataset(place, config, split=wanted)
         return dataset.select_columns([source.question, source.answer]).to_list()
     except Exception as error:  # raised by datasets, the hub's client, or two HTTP clients
-        advice = f"HF_ENDPOINT sets a mirror, and --from reads a copy (hf download --repo-type dataset {source.hub_id})"
         raise DataError(f"{name}: cannot read {place}: {cause(error)}; {advice}") from error
 
 
 def verl_row(name: str, split: str, index: int, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return row number `index` of the hub's split in verl's columns, or None if it lacks a question or answer."""
+    """Return row `index` in verl's columns, or None if it lacks a question or answer. Raise DataError if one is not text."""
     source = SOURCES[name]
     question, answer = raw[source.question] or "", raw[source.answer]
-    ground_truth = source.read(answer).strip() if answer is not None else ""
-    if not question.strip() or not ground_truth:
+    parts = answer if source.listed and isinstance(answer, list) else [answer]
+    try:
+        # A number is the answer itself, also where other rows have solutions.
+        truths = [source.read(part) if isinstance(part, str) else text_of(part) for part in parts]
+        messages = messages_of(question) if str(question).strip() else []
+    except ValueError as error:
+        raise DataError(f"{name} ({split}), row {index + 1}: {error}; here {raw!r:.200}") from None
+    ground_truth = ", ".join(filter(None, map(str.strip, truths)))
+    if not messages or not ground_truth:
         return None
+    asking = next(message for message in reversed(messages) if message["role"] == "user")
+    asking["content"] = f"{asking['content'].strip()} {INSTRUCTION}"
     return {
         "data_source": name,  # by which verl groups validation metrics
-        "prompt": [{"role": "user", "content": f"{question.strip()} {INSTRUCTION}"}],
+        "prompt": messages,
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": ground_truth},
         "extra_info": {"index": index, "split": split},
     }
+
+
+def rows_of(file: Path, kind: type[Row]) -> list[tuple[int, Row]]:
+    """Return number and content of rows of parquet or lines of JSON, without nulls. Raise DataError if one is no `kind`."""
+    if is_table := file.suffix == ".parquet":
+        from pyarrow.parquet import read_table
+    rows, of_any, of_kind = list[tuple[int, Row]](), TypeAdapter(dict[str, Any]), TypeAdapter(kind)
+    lines = read_table(file).to_pylist() if is_table else file.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            if is_table or line.strip():
+                given = line if is_table else of_any.validate_json(line)
+                known = {column: value for column, value in given.items() if value is not None}
+                rows.append((number, of_kind.validate_python(known)))
+        except ValidationError as error:
+            place = f"{file}, {'row' if is_table else 'line'} {number}"
+            raise DataError(f"{place}: {fault_in(error)}") from None
+    if not rows:
+        raise DataError(f"{file}: holds no row")
+    return rows
+
+
+def text_of(value: object) -> str:
+    """Return a text, or a number as a text; empty for None and NaN. ValueError: it is something else."""
+    if not isinstance(value, str | Number | None):
+        raise ValueError("allowed: texts and numbers")
+    return "" if value is None or value != value else str(value)
+
+
+def truth_of(value: object) -> str | list[str]:
+    """Return a right answer as a text, or a list of such answers as texts. ValueError: there is none."""
+    texts = [text_of(part).strip() for part in (value if isinstance(value, list) else [value])]
+    if not texts or not all(texts):
+        raise ValueError("allowed: a text, a number, or a list of them, none of them empty")
+    return texts if isinstance(value, list) else texts[0]
+
+
+def messages_of(prompt: object) -> list[dict[str, Any]]:
+    """Return a prompt as messages of texts: a text is a user's, parts are joined. ValueError: no user asks, or an image."""
+    messages = []
+    for turn in prompt if isinstance(prompt, list) else [prompt]:
+        message = turn if isinstance(turn, dict) else {"role": "user", "content": turn}
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts]
+        messages.append({**message, "role": message.get("role") or "user", "content": "".join(map(text_of, parts))})
+    if not any(message["role"] == "user" and message["content"].strip() for message in messages):
+        raise ValueError("allowed: a text, or messages with role and content, one of them a user's")
+    return messages

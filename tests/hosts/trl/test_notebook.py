@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 def test_it_is_made_from_the_script():
     assert NOTEBOOK.read_text("utf-8") == written(SCRIPT.read_text("utf-8")), "python recipes/trl_notebook/notebook.py"
+    assert "\nfrom IPython" not in SCRIPT.read_text("utf-8"), "it runs from a terminal too"
 
 
 @pytest.mark.nightly

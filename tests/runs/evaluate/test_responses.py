@@ -1,6 +1,8 @@
 """Problems, and how vLLM is asked. A stub stands in for it: it answers with the seed, refuses, sleeps or dies."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 from oar_plugin.runs.evaluate import EvaluationError, responses
 from oar_plugin.runs.evaluate.responses import ProblemSet, read_problems, responses_of
 
+CASES = json.loads((Path(__file__).parents[1] / "rows.json").read_text("utf-8"))
 SAMPLING = {"temperature": 0.6, "top_p": 0.95, "max_tokens": 8, "seed": 0}
 STUB = """
 import json, os, subprocess, sys, time
@@ -66,11 +69,11 @@ def test_a_set_that_is_not_whole_is_told_and_not_kept(truth, said, stub, tmp_pat
     assert not list(tmp_path.glob("responses/*"))
 
 
-@pytest.mark.parametrize("damage", [lambda text: text[:-9], lambda text: text.split("\n")[0], lambda _: "[]\n" * 4])
-def test_a_damaged_file_is_refused_and_left_alone(damage, stub, tmp_path):
+@pytest.mark.parametrize("harm", [lambda t: t[:-9], lambda t: t.split("\n")[0], lambda t: t * 2, lambda _: "[]\n" * 4])
+def test_a_damaged_file_is_refused_and_left_alone(harm, stub, tmp_path):
     made(tmp_path / "responses", "1", "2")
     (file,) = (tmp_path / "responses").iterdir()
-    file.write_text(damaged := damage(file.read_text()))
+    file.write_text(damaged := harm(file.read_text()))
     with pytest.raises(EvaluationError, match="is damaged; delete it"):
         made(tmp_path / "responses", "1", "2")
     assert file.read_text() == damaged
@@ -107,11 +110,46 @@ def test_all_gpus_are_used(gpus, tmp_path, monkeypatch):
     assert ("--enforce-eager" in said) == (gpus == 0)
 
 
-def test_repeated_problems_are_asked_once(tmp_path):
+def test_repeated_problems_are_asked_once(tmp_path, monkeypatch):
     both = problem_set("1", "2", name="aime24")
     rows = [{"prompt": prompt, "reward_model": {"ground_truth": truth}} for prompt, truth in both.problems]
     (tmp_path / "aime24").mkdir()
     pq.write_table(pa.Table.from_pylist(rows * 8), tmp_path / "aime24" / "test.parquet")
     assert read_problems("aime24", tmp_path, None) == both
     assert read_problems("aime24", tmp_path, 1).problems == both.problems[:1]
-    assert read_problems(str(tmp_path / "aime24" / "test.parquet"), tmp_path, None).name == "aime24"
+    monkeypatch.chdir(tmp_path / "aime24")
+    assert read_problems("test.parquet", tmp_path, None).name == "aime24"
+
+
+def written(path, *rows):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["mine.parquet", "mine.jsonl"])
+@pytest.mark.parametrize(("row", "asked", "truth"), CASES["evaluation"])
+def test_a_row_is_asked_as_it_is_meant_or_refused_with_its_place(row, asked, truth, name, tmp_path):
+    path = written(tmp_path / name, row)
+    if isinstance(asked, str):
+        with pytest.raises(EvaluationError, match=re.escape(asked)) as error:
+            read_problems(path, tmp_path, None)
+        assert f"{path}, {'row' if name.endswith('parquet') else 'line'} 1: " in str(error.value)
+    else:
+        prompt = [{"role": role, "content": content} for role, content in asked]
+        assert read_problems(path, tmp_path, None) == ProblemSet("mine", [(prompt, truth)])
+
+
+def test_equal_prompts_have_one_answer(tmp_path):
+    rows = [{"prompt": "A", "reward_model": {"ground_truth": truth}} for truth in ("5", "5 ", "6")]
+    assert len(read_problems(written(tmp_path / "test.jsonl", *rows[:2]), tmp_path, None).problems) == 1
+    with pytest.raises(EvaluationError, match="row 3: '6', where an equal prompt has '5'"):
+        read_problems(written(tmp_path / "test.jsonl", *rows), tmp_path, None)
+
+
+@pytest.mark.parametrize("name", ["mathh500", "deepmath", "a.csv"])
+def test_only_what_oar_data_makes_is_said_to_be_made_by_it(name, tmp_path):
+    with pytest.raises(EvaluationError, match="see oar eval --help"):
+        read_problems(name, tmp_path, None)

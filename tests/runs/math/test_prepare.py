@@ -1,6 +1,7 @@
 """Data sets in the hub's schemas, read through the `datasets` library, become verl's rows in the files that recipes name."""
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ from oar_plugin.cli.main import main
 from oar_plugin.runs.math.sources import INSTRUCTION, SOURCES, DataError, load, prepare, verl_row
 
 datasets = pytest.importorskip("datasets")
+CASES = json.loads((Path(__file__).parents[1] / "rows.json").read_text("utf-8"))
 
 
 @pytest.fixture(autouse=True)
@@ -32,26 +34,17 @@ def test_the_columns_are_verls_and_the_prompt_asks_for_a_box():
     assert "\\boxed{}" in INSTRUCTION
 
 
-@pytest.mark.parametrize(
-    ("name", "raw", "said"),
-    [
-        ("gsm8k", {"question": "q", "answer": "48/2 = <<48/2=24>>24\n#### 1,024"}, "1024"),
-        ("math", {"problem": "q", "solution": r"First $\boxed{1}$, then $\boxed{\frac{3}{4}}$."}, r"\frac{3}{4}"),
-        ("aime24", {"problem": "q", "answer": "025"}, "025"),
-        ("amc23", {"question": "q", "answer": 27.0}, "27.0"),
-        ("olympiadbench", {"question": "q", "final_answer": [r"$\frac{1}{2}$"]}, r"\frac{1}{2}"),
-        ("olympiadbench", {"question": "q", "final_answer": ["$2$", "-3"]}, "2, -3"),
-        ("olympiadbench", {"question": "q", "final_answer": None}, None),
-        # No row.
-        ("gsm8k", {"question": "q", "answer": "no mark"}, None),
-        ("math", {"problem": "q", "solution": "The answer is 5."}, None),
-        ("aime24", {"problem": "q", "answer": None}, None),
-        ("aime24", {"problem": " ", "answer": "1"}, None),
-    ],
-)
-def test_the_ground_truth_is_read_as_the_data_set_writes_it(name, raw, said):
-    row = verl_row(name, "train", 7, raw)
-    assert (row and row["reward_model"]["ground_truth"]) == said
+@pytest.mark.parametrize(("name", "raw", "asked", "truth"), CASES["hub"])
+def test_a_row_is_read_as_its_data_set_means_it_or_refused(name, raw, asked, truth):
+    if isinstance(asked, str):
+        with pytest.raises(DataError, match=re.escape(asked)):
+            verl_row(name, "test", 7, raw)
+    else:
+        row = verl_row(name, "test", 7, raw) or {"prompt": [], "reward_model": {"ground_truth": None}}
+        assert row["reward_model"]["ground_truth"] == truth
+        assert " | ".join(each["content"] for each in row["prompt"]) == (
+            (asked and f"{' | '.join(asked)} {INSTRUCTION}") or ""
+        )
 
 
 def truths(path):
@@ -111,6 +104,22 @@ def test_rows_without_an_answer_and_copies_are_dropped(tmp_path):
     copy_of(tmp_path / "copies" / "aime24", rows)
     assert prepare("aime24", "test", tmp_path, tmp_path / "copies") == "2 rows of 4"
     assert truths(tmp_path / "aime24" / "test.parquet") == ["1", r"\frac{"]
+
+
+@pytest.mark.parametrize(("content", "message"), CASES["broken"])
+def test_a_broken_file_of_a_copy_is_named_with_its_line(content, message, tmp_path):
+    (tmp_path / "test.jsonl").write_bytes(content.encode("latin-1"))
+    with pytest.raises(DataError, match=re.escape(message)) as error:
+        load("aime24", "test", tmp_path)
+    assert str(tmp_path / "test.jsonl") in str(error.value)
+
+
+def test_a_split_of_a_copy_has_the_hubs_name_or_ours(tmp_path):
+    for split, number in (("test", 1), ("train", 2)):  # the hub's aime24 has only `train`
+        copy = copy_of(tmp_path / "copy", [a_row("aime24", number)], split)
+        assert [row["answer"] for row in load("aime24", "test", copy)] == [str(number)]
+    with pytest.raises(DataError, match=r"Unknown split.*needed: the split test, with columns problem and answer"):
+        load("math500", "test", copy_of(tmp_path / "other", [a_row("math500", 1)], "train"))
 
 
 @pytest.mark.parametrize(("question", "message"), [("question", "cannot read .*problem"), ("problem", "no row of 1")])
