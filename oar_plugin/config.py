@@ -8,9 +8,9 @@ in `docs/evidence/studies.md`.
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from oar_plugin.credit import called
 from oar_plugin.credit.answer import make_finder
@@ -105,6 +105,11 @@ def unknown_key(path: Sequence[str], prefix: str = PREFIX) -> str | None:
     return f"unknown key; {hint}allowed keys: {', '.join(known)}"
 
 
+def _usable_pattern(pattern: str) -> str:
+    make_finder((pattern,))
+    return pattern
+
+
 class OarConfig(_Settings):
     """The settings of `algorithm.oar`. `OarConfig.parse` builds it and explains faults."""
 
@@ -122,7 +127,7 @@ class OarConfig(_Settings):
     answer's tokens; best in the paper's ablations), answer_joint (product over the answer's tokens)."""
     warmup_steps: int = Field(0, ge=0)
     """Number of first training steps that use the probe 'last' instead; for models whose answers are not well formed yet."""
-    answer_patterns: tuple[str, ...] = ("boxed", "hash", "answer_tag", "the_answer_is")
+    answer_patterns: tuple[Annotated[str, AfterValidator(_usable_pattern)], ...] = ("boxed", "hash", "answer_tag", "the_answer_is")
     """Where the answer is; the last complete match in a response counts. Names: boxed, hash, answer_tag, the_answer_is; or
     'regex:<expression>' (group 1 is the answer; at most 2 seconds per response); or 'python:<module>:<function>' (your code,
     without a time limit). A response on which one of these fails falls back to GRPO (fallback/search_failed). Empty: the answer
@@ -175,7 +180,6 @@ class OarConfig(_Settings):
                 f"probe={self.probe} needs to know where the answer is, but answer_patterns is empty; "
                 "allowed: probe=last, or at least one pattern"
             )
-        make_finder(self.answer_patterns)
         self._check_conflicts(self.importance_object)
         if self.offloads and (name := self.actor_importance) is not None:
             try:
@@ -280,6 +284,7 @@ def _explain(fault: Any, prefix: str) -> str:
     parts = [str(part) for part in fault["loc"]]
     # In a union, pydantic adds the branch that failed to the path.
     key = ".".join([prefix, *parts[: 2 if GROUPS.keys() & parts[:1] else 1]])
+    key += "".join(f"[{part}]" for part in fault["loc"][1:] if isinstance(part, int))
     unknown = fault["type"] == "extra_forbidden"
-    message = unknown_key(parts, prefix) if unknown else fault["msg"].removeprefix("Value error, ")
+    message = unknown_key(parts, prefix) if unknown else fault["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
     return f"{key}={fault['input']!r}: {message}" if parts else f"{key}: {message}"

@@ -5,7 +5,7 @@ from typing import Any
 from oar_plugin.config import OarConfig
 from oar_plugin.passes.request import Request
 
-OF_REQUEST = ("max_response_length", "temperature", "importance_only", "replacement_token")
+OF_REQUEST = ("max_response_length", "max_length", "temperature", "importance_only", "replacement_token")
 
 
 def asked(importance: str = "fisher", probe: str = "answer_mean", seed: int = 0, **more: Any) -> Request:

@@ -4,6 +4,8 @@ import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from oar_plugin.credit.diagnostics import FALLBACKS, Status
 
 STEPS = 20
@@ -17,7 +19,7 @@ ADVICE = {
     Status.NO_ANSWER: "set answer_patterns to what your reward reads as the answer",
     Status.TRUNCATED: "responses end at the length limit; raise it",
     Status.NO_REASONING: "the answer opens the response; do answer_patterns match too early?",
-    Status.NON_FINITE: "importance or gate returned NaN or infinity; does importance=fisher work?",
+    Status.NON_FINITE: "importance or gate returned NaN or infinity; are weights finite, and does importance=fisher work?",
     Status.CONSTANT: "the importance gives all tokens one score; compare with importance=fisher",
     Status.NOT_SCORED: "no scores arrived; run `oar doctor` on the nodes of the actor",
     **dict.fromkeys((Status.TIMED_OUT, Status.TOO_LONG, Status.ABORTED, Status.ENGINE_FAILED), _ENGINES),
@@ -26,10 +28,17 @@ ADVICE = {
     Status.SEARCH_FAILED: "the log names what failed in the search for the answer",
     Status.NO_CONTEXT: "do the data have right answers as text or number, and plain prompts? see docs/how-it-works.md",
     Status.CONTEXT_TOO_LONG: "raise the actor's tokens per micro-batch, or shorten context.template",
+    Status.BAD_REWARD: "what does the reward function return? A dump (dump.dir) shows these responses without a reward",
 }
 """What to do about each reason for a fallback."""
 
 logger = logging.getLogger("oar_plugin")
+
+
+def mean_reward(reward_B: Tensor) -> float | None:
+    """Mean of the rewards that are finite; None if there are none."""
+    finite_F = reward_B[reward_B.isfinite()]
+    return finite_F.mean().item() if len(finite_F) else None
 
 
 class Watch:
@@ -65,6 +74,9 @@ class Watch:
         ratios = [metrics["oar/ess_ratio"] for _, metrics in self._seen if "oar/ess_ratio" in metrics]
         if whole and ratios and (ratio := sum(ratios) / len(ratios)) < LOW_ESS_RATIO:
             self._warn("ess_ratio", f"few tokens have all credit (ESS ratio {ratio:.3f}); lower beta or raise floor")
+        if bad := self._mean(f"oar/fallback/{Status.BAD_REWARD.name.lower()}"):
+            text = f"{bad:.1%} of the responses that need credit have a missing, NaN or infinite reward, or a sibling with one"
+            self._warn("reward", f"{text}; they stay with plain GRPO. {ADVICE[Status.BAD_REWARD]}")
         if lost := self._mean("oar/lost_responses"):
             text = f"{lost:.1%} of the responses are lost, and the rest of their groups is trained on"
             self._warn("lost", f"{text}; did a reward function or an engine fail? The log has the error")

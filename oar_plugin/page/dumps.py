@@ -1,6 +1,7 @@
 """Writes what `algorithm.oar.dump` asks for: files of responses for `oar inspect`. No fault in it stops the run."""
 
 import logging
+import math
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ DUMP_FAILED = "oar/dump_failed"
 class Sibling(NamedTuple):
     group: str  # the prompt's id
     uid: str  # the response's own id
-    reward: float
+    reward: float  # NaN: it has none
     status: int  # a `Status`
 
 
@@ -34,7 +35,8 @@ def choose(siblings: Iterable[Sibling], groups: int) -> list[list[Sibling]]:
 
     def comes_later(group: Sequence[Sibling]) -> tuple[bool, bool]:
         scored = any(one.status == Status.SCORED for one in group)
-        return not (scored and len({one.reward >= RIGHT_FROM for one in group}) > 1), not scored
+        right = {one.reward >= RIGHT_FROM for one in group if math.isfinite(one.reward)}
+        return not (scored and len(right) > 1), not scored
 
     members = dict[str, list[Sibling]]()
     for one in siblings:

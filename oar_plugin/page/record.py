@@ -5,6 +5,7 @@ other line is a `Response`.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
@@ -75,7 +76,8 @@ class Response:
 
     @property
     def right(self) -> bool | None:
-        return None if self.reward is None else self.reward >= RIGHT_FROM
+        """None: it has no reward, or one that is no number."""
+        return None if self.reward is None or not math.isfinite(self.reward) else self.reward >= RIGHT_FROM
 
     def line(self) -> str:
         """A line of a dump. Numbers that JSON does not have (`nan`, `inf`) are written as Python's json reads them."""

@@ -64,7 +64,7 @@ SLOW = f"python:{__name__}:slow"
 
 def rows_of(*texts):
     encoded = [TOKENIZER(text)["input_ids"] for text in texts]
-    return [(ids, np.ones(len(ids), dtype=bool), text != "unneeded") for ids, text in zip(encoded, texts, strict=True)]
+    return [(ids, np.ones(len(ids), dtype=bool), text != "unneeded", 3) for ids, text in zip(encoded, texts, strict=True)]
 
 
 def status_of(rows, patterns=(SLOW,), tokenizer=TOKENIZER):
@@ -110,5 +110,5 @@ class Broken(WithoutBackend):
 
 
 def test_a_tokenizer_that_raises_does_not_stop_a_run():
-    rows = [(ids, np.ones(len(ids), dtype=bool), True) for ids in ([1, 2, 3], [1, 9, 3])]
+    rows = [(ids, np.ones(len(ids), dtype=bool), True, 3) for ids in ([1, 2, 3], [1, 9, 3])]
     assert status_of(rows, ("hash",), Broken()) == ["NO_ANSWER", "SEARCH_FAILED"]

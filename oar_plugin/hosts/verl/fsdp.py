@@ -6,7 +6,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,8 @@ from oar_plugin.passes.masked_copies import MaskedCopies, Reduce, Result
 from oar_plugin.passes.request import IMPORTANCE, Request, nested
 from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, check_model, logit_changes, unwrapped
 from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
+
+MULTI_MODAL = "multi_modal_inputs"  # verl's field: a row's images, videos and sounds
 
 
 class OarFSDPMixin(ImportancePass):
@@ -193,13 +195,21 @@ class OarFSDPMixin(ImportancePass):
                 "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
             )
 
-        def read(sequences: list[Tensor]) -> Reading:
-            row_0 = tu.index_select_tensor_dict(data, torch.tensor([0]))
-            if images:  # they need all of their tokens; only the first logits are compared, because a row may be long
-                return self.read(row_0, torch.arange(min(TOKENS, row_0["input_ids"].values().numel())))
-            return self.read(like_first_row(row_0, sequences))
+        # The first row without images, and the first with: the trial runs on those that every rank has. FSDP's ranks must run
+        # equal forwards, and verl itself cannot run some of these models without an image.
+        with_images = [_has_images(one) for one in tu.get(data, MULTI_MODAL, [None] * len(data))]
+        text, image = (next((row for row, one in enumerate(with_images) if one is wanted), -1) for wanted in (False, True))
+        lacks_text, lacks_image = (bool(self.max_over_ranks(int(row < 0))) for row in (text, image))
 
-        check_by_trial(self.module, request, data["input_ids"].values(), read, self.max_over_ranks)
+        def read(sequences: list[Tensor]) -> list[Reading]:
+            trials = [] if lacks_text else [self.read(like_row(data, text, sequences))]
+            if lacks_text or not lacks_image:
+                # Images need all of their tokens. Only the first logits are compared, because a row may be long.
+                row = tu.index_select_tensor_dict(data, torch.tensor([max(image, 0)]))
+                trials.append(self.read(row, torch.arange(min(TOKENS, row["input_ids"].values().numel()))))
+            return trials
+
+        check_by_trial(self.module, request, data["input_ids"].unbind()[max(text, 0)], read, self.max_over_ranks)
 
 
 class _CopiesThroughVerl(MaskedCopies):
@@ -215,7 +225,7 @@ class _CopiesThroughVerl(MaskedCopies):
 
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None, reduce: Reduce[Result]) -> Result:
         self.tokens += token_KT.numel()
-        micro_batch = like_first_row(self.template, token_KT.unbind())
+        micro_batch = like_row(self.template, 0, token_KT.unbind())
         # The ranks have added up the logits of all rows.
         return reduce(lambda logits_NV: logits_NV, self.engine.read(micro_batch, row_N, rows_only=True).tapped_NV)
 
@@ -234,12 +244,22 @@ def fused_fault(model: Any) -> str:
     return ""
 
 
-def like_first_row(data: TensorDict, sequences: Sequence[Tensor]) -> TensorDict:
-    """A micro-batch of other sequences. verl's other fields are those of the first row: no log-probs are read."""
-    micro_batch = tu.index_select_tensor_dict(data, torch.zeros(len(sequences), dtype=torch.long))
+def like_row(data: TensorDict, row: int, sequences: Sequence[Tensor]) -> TensorDict:
+    """A micro-batch of other sequences, of text. verl's other fields are those of a row: no log-probs are read."""
+    micro_batch = tu.index_select_tensor_dict(data, torch.full((len(sequences),), row))
     micro_batch["input_ids"] = nested(sequences)
-    micro_batch["position_ids"] = nested(torch.arange(len(sequence), device=sequence.device) for sequence in sequences)
+    positions = [torch.arange(len(sequence), device=sequence.device) for sequence in sequences]
+    if data["position_ids"].dim() == 3:  # one row each of text, time, height and width, equal where there are no images
+        kinds = len(data["position_ids"].values())
+        positions = [position_T.expand(kinds, -1).contiguous() for position_T in positions]
+    micro_batch["position_ids"] = nested(positions)
+    tu.pop(micro_batch, key=MULTI_MODAL, default=None)
     return micro_batch
+
+
+def _has_images(inputs: Mapping[str, Any] | None) -> bool:
+    """Whether a row's multi-modal inputs have more than the kinds of its tokens, which some processors give to text too."""
+    return any(value is not None and not name.endswith("token_type_ids") for name, value in (inputs or {}).items())
 
 
 def register() -> None:

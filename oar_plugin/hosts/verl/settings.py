@@ -1,6 +1,7 @@
 """Whether a verl configuration switches OAR on, and whether OAR supports it. Checked once, at the start of a run."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -111,6 +112,23 @@ def trainer_of(config: DictConfig) -> str:
     if not OmegaConf.select(config, "trainer.use_v1") or OmegaConf.select(config, "rollout") is not None:
         return RAY_TRAINER
     return str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+
+
+def length_limits(config: DictConfig) -> tuple[int, int]:
+    """Most tokens of a response, and of prompt and response together, that verl's engines make by this configuration.
+
+    Without `rollout.max_model_len` the model's positions are a further limit, which the configuration does not have.
+    """
+    rollout = config.actor_rollout_ref.rollout
+
+    def limit(key: str) -> int:
+        return OmegaConf.select(rollout, key) or sys.maxsize
+
+    response = min(limit("response_length"), OmegaConf.select(config, "data.max_response_length") or sys.maxsize)
+    room = min(limit("max_model_len"), limit("engine_kwargs.vllm.max_model_len"), limit("engine_kwargs.sglang.context_length"))
+    # SGLang leaves the last position free.
+    total = min(limit("prompt_length") + limit("response_length"), room - (OmegaConf.select(rollout, "name") == "sglang"))
+    return response, total
 
 
 def parsed(algorithm: DictConfig) -> OarConfig:
