@@ -10,7 +10,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.functional_validators import AfterValidator
 
 from oar_plugin.credit import called
 from oar_plugin.credit.answer import make_finder
@@ -20,6 +21,7 @@ from oar_plugin.credit.importance.base import Shown
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
+_Pattern = Annotated[str, AfterValidator(lambda pattern: make_finder((pattern,)) and pattern)]
 
 BaseEstimator = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
 
@@ -105,11 +107,6 @@ def unknown_key(path: Sequence[str], prefix: str = PREFIX) -> str | None:
     return f"unknown key; {hint}allowed keys: {', '.join(known)}"
 
 
-def _usable_pattern(pattern: str) -> str:
-    make_finder((pattern,))
-    return pattern
-
-
 class OarConfig(_Settings):
     """The settings of `algorithm.oar`. `OarConfig.parse` builds it and explains faults."""
 
@@ -127,7 +124,7 @@ class OarConfig(_Settings):
     answer's tokens; best in the paper's ablations), answer_joint (product over the answer's tokens)."""
     warmup_steps: int = Field(0, ge=0)
     """Number of first training steps that use the probe 'last' instead; for models whose answers are not well formed yet."""
-    answer_patterns: tuple[Annotated[str, AfterValidator(_usable_pattern)], ...] = ("boxed", "hash", "answer_tag", "the_answer_is")
+    answer_patterns: tuple[_Pattern, ...] = ("boxed", "hash", "answer_tag", "the_answer_is")
     """Where the answer is; the last complete match in a response counts. Names: boxed, hash, answer_tag, the_answer_is; or
     'regex:<expression>' (group 1 is the answer; at most 2 seconds per response); or 'python:<module>:<function>' (your code,
     without a time limit). A response on which one of these fails falls back to GRPO (fallback/search_failed). Empty: the answer
@@ -286,5 +283,6 @@ def _explain(fault: Any, prefix: str) -> str:
     key = ".".join([prefix, *parts[: 2 if GROUPS.keys() & parts[:1] else 1]])
     key += "".join(f"[{part}]" for part in fault["loc"][1:] if isinstance(part, int))
     unknown = fault["type"] == "extra_forbidden"
-    message = unknown_key(parts, prefix) if unknown else fault["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
+    said = fault["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
+    message = unknown_key(parts, prefix) if unknown else said
     return f"{key}={fault['input']!r}: {message}" if parts else f"{key}: {message}"

@@ -5,7 +5,6 @@ The host makes one `TokenCredit` per run. In each training step it calls `reques
 actors compute importance and weights (`oar_plugin.hosts.verl.importance_pass`, which calls `weigh_rows` of `estimator.py`).
 """
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -162,9 +161,9 @@ class TokenCredit:
         """
         if self._token_bytes is None:
             raise ValueError("pass segments [B, T], or a tokenizer to search the text for the answer")
-        prompt_B = batch.mask_BT[:, : batch.prompt_columns].sum(-1)
-        triples = zip(batch.responses, needed_B.tolist(), prompt_B.tolist(), strict=True)
-        rows = ((token_L.tolist(), own_L.numpy(), needed, prompt) for (_, token_L, own_L), needed, prompt in triples)
+        prompts = batch.mask_BT[:, : batch.prompt_columns].sum(-1).tolist()
+        columns = zip(batch.responses, needed_B.tolist(), prompts, strict=True)
+        rows = ((token_L.tolist(), own_L.numpy(), needed, prompt) for (_, token_L, own_L), needed, prompt in columns)
         parts, status_B = segment_rows(rows, request, self._token_bytes, self._eos_token_ids)
         return _columns(batch, parts, int(Segment.OUTSIDE), torch.int8), status_B.to(batch.response_BL.device)
 
@@ -229,8 +228,8 @@ class TokenCredit:
         self, step: int, advantage_BL: Tensor, importance_BL: Tensor, segments_BL: Tensor, status_B: Tensor
     ) -> ReshapedBatch:
         """Multiplies the host's normalised advantages with the gate's weights, like `oar_plugin.estimator.reshape`."""
-        status_B = rewarded(status_B, advantage_BL)
-        weight_BL, status_B, measure_B4 = weigh(importance_BL, segments_BL == Segment.REASONING, status_B, self.config)
+        reasoning_BL, status_B = segments_BL == Segment.REASONING, rewarded(status_B, advantage_BL)
+        weight_BL, status_B, measure_B4 = weigh(importance_BL, reasoning_BL, status_B, self.config)
         credited = step, advantage_BL, importance_BL, segments_BL, weight_BL, status_B  # the fields of `CreditedBatch`
         metrics = summarize(measure_B4, status_B)
         return ReshapedBatch(*credited, advantage_BL * weight_BL, measure_B4, metrics)
@@ -296,8 +295,8 @@ class TokenCredit:
         All ranks must call this method. If writing fails, the run continues, and `metrics` gets `DUMP_FAILED` = 1.
 
         Args:
-            rows: (row, group, id, reward) per response of this rank, in the order of the dump. Used only at steps with a dump.
-                The reward of a response without one is NaN.
+            rows: (row, group, id, reward) per response of this rank, in the order of the dump; NaN: it has no reward. Used only
+                at steps with a dump.
             known: takes a row, returns other fields of its `Response` (see `record`).
             gather: takes the list of this rank, returns the concatenated lists of all ranks.
             header: of the file. None: `self.header()`.
@@ -321,8 +320,7 @@ class TokenCredit:
             for group, uid, reward, _ in (sibling for sibling in chosen if sibling.uid in row_of_uid):
                 span, token_L, own_L = batch.responses[row := row_of_uid[uid]]
                 mask = None if batch.own_BL is None else own_L.long().tolist()
-                fields = {"group": group, "uid": uid, "mask": mask, **known(row)}
-                fields["reward"] = reward if math.isfinite(reward) else None
+                fields = {"group": group, "uid": uid, "reward": reward, "mask": mask, **known(row)}
                 records.append(self.record(credited, row, span, token_L.tolist(), **fields))
         record_of = {record.uid: record for record in gather(records)}
         responses = [record_of[uid] for _, uid, *_ in chosen if uid in record_of]

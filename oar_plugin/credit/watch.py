@@ -4,7 +4,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Mapping
 
-from torch import Tensor
+from torch import Tensor, as_tensor
 
 from oar_plugin.credit.diagnostics import FALLBACKS, Status
 
@@ -35,12 +35,6 @@ ADVICE = {
 logger = logging.getLogger("oar_plugin")
 
 
-def mean_reward(reward_B: Tensor) -> float | None:
-    """Mean of the rewards that are finite; None if there are none."""
-    finite_F = reward_B[reward_B.isfinite()]
-    return finite_F.mean().item() if len(finite_F) else None
-
-
 class Watch:
     """Reads the metrics of each step, `oar/...` and the mean reward, and logs a warning when one is due.
 
@@ -52,12 +46,14 @@ class Watch:
         self._seen: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=STEPS)
         self._steps, self._quiet_until = 0, Counter[str]()
 
-    def see(self, step: int, metrics: Mapping[str, float], reward: float | None = None) -> None:
-        """Read the metrics of training step `step`, by name with the prefix `oar/`, and its mean reward; None: not known."""
+    def see(self, step: int, metrics: Mapping[str, float], reward: Tensor | float | None = None) -> None:
+        """Read the metrics of training step `step`, by name with the prefix `oar/`, and its rewards, or their mean."""
         if "oar/answer_found" not in metrics:  # no response needs credit
             return
         self._steps += 1
-        self._seen.append((step, {**metrics, "reward": 0.0 if reward is None else reward}))
+        reward_N = as_tensor(0.0 if reward is None else reward).flatten()
+        mean = reward_N.nan_to_num(0.0, 0.0, 0.0).sum().item() / max(1, int(reward_N.isfinite().sum()))
+        self._seen.append((step, {**metrics, "reward": mean}))
         fallback = self._mean("oar/fallback/any")
         found, rewarded = self._mean("oar/answer_found"), self._mean("reward")
         whole = len(self._seen) == STEPS
@@ -75,8 +71,8 @@ class Watch:
         if whole and ratios and (ratio := sum(ratios) / len(ratios)) < LOW_ESS_RATIO:
             self._warn("ess_ratio", f"few tokens have all credit (ESS ratio {ratio:.3f}); lower beta or raise floor")
         if bad := self._mean(f"oar/fallback/{Status.BAD_REWARD.name.lower()}"):
-            text = f"{bad:.1%} of the responses that need credit have a missing, NaN or infinite reward, or a sibling with one"
-            self._warn("reward", f"{text}; they stay with plain GRPO. {ADVICE[Status.BAD_REWARD]}")
+            text = f"{bad:.1%} of the responses have a reward that is missing, NaN or infinite, or a sibling with one"
+            self._warn("reward", f"{text}, and keep plain GRPO; {ADVICE[Status.BAD_REWARD]}")
         if lost := self._mean("oar/lost_responses"):
             text = f"{lost:.1%} of the responses are lost, and the rest of their groups is trained on"
             self._warn("lost", f"{text}; did a reward function or an engine fail? The log has the error")

@@ -65,7 +65,7 @@ class Response:
     entropies: list[float] | None = None  # of the distributions that the tokens were drawn from, in nats
     mask: list[int] | None = None  # 1 at the model's own tokens, 0 at a tool's; None: all are the model's own
     advantage: float | None = None  # before reshaping
-    reward: float | None = None  # of the whole response
+    reward: float | None = None  # of the whole response; NaN: it has none
     status: str  # name of a `Status` in small letters
 
     def __post_init__(self) -> None:
@@ -76,7 +76,6 @@ class Response:
 
     @property
     def right(self) -> bool | None:
-        """None: it has no reward, or one that is no number."""
         return None if self.reward is None or not math.isfinite(self.reward) else self.reward >= RIGHT_FROM
 
     def line(self) -> str:

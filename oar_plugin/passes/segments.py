@@ -39,16 +39,17 @@ def segment_rows(
 ) -> tuple[list[Tensor], Tensor]:
     """Returns the segments of each response, int8 `[L_i]`, and int64 `[B]` of `Status`.
 
-    A row has a response's tokens, a bool mask of the model's own tokens, whether to score the response, and the number of tokens
-    of its prompt. `eos_ids` are the tokens that end a response.
+    A row has a response's tokens, a bool mask of the model's own tokens, whether to score it, and the length of its prompt.
+    `eos_ids` are the tokens that end a response.
     """
     finder = make_finder(request.config.answer_patterns)
     segments, status, lost = [], [], LostTime()
     for ids, own, needed, prompt_length in rows:
         segments_L, state = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED
         if needed:
-            longest = min(request.max_response_length, request.max_length - prompt_length), request.config.max_answer_tokens
-            segments_L, state = segment_response(ids, own, finder, token_bytes, eos_ids, *longest, lost)
+            limit = min(request.max_response_length, request.max_length - prompt_length)
+            most = limit, request.config.max_answer_tokens
+            segments_L, state = segment_response(ids, own, finder, token_bytes, eos_ids, *most, lost)
         segments.append(torch.from_numpy(segments_L))
         status.append(int(state))
     return segments, torch.tensor(status, dtype=torch.long)

@@ -85,20 +85,17 @@ def change(got_NV: Tensor, want_NV: Tensor, eps: float) -> str:
     return f"they change by {figure:.2g} of their spread; rounding explains {allowed:.2g}" if figure > allowed else ""
 
 
-def not_finite(trial: Reading) -> str:
-    """Says that the outputs of a trial have NaN or infinity; empty: they have none. Banned tokens may have logits of -inf."""
-    logits = torch.cat([trial.tapped_NV.flatten(), trial.own_NV.flatten()])
-    count = int((logits.isnan() | logits.isposinf()).sum())
-    advice = "are its weights finite and all loaded? In fp16, try bfloat16 or float32"
-    return f"gives outputs that are not finite (NaN or infinity in {count} of {len(logits)}): {advice}" if count else ""
-
-
 def fault(trial: Reading, changes: Mapping[str, float]) -> str:
-    """Says what differs; empty: nothing. `trial` has read the two sequences of `check_by_trial`, or the first `TOKENS` of one."""
+    """What differs; empty: nothing. `trial` has read the two sequences of `check_by_trial`, or the first `TOKENS` of one."""
     own_NV, tapped_NV = trial.own_NV.float(), trial.tapped_NV.float()
     shape = tapped_NV.shape if trial.fused is None else (len(tapped_NV), 2)
     if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != shape:
         return "is not supported: it has not one embedding, hidden state and row of logits for each token"
+    logits = torch.cat([own_NV.flatten(), tapped_NV.flatten()])
+    # A model may return -inf for tokens that it never writes.
+    if count := int((logits.isnan() | logits.isposinf()).sum()):
+        advice = "are its weights finite, and all of them loaded? In fp16, try bfloat16 or float32"
+        return f"gives outputs that are not finite (NaN or infinity in {count} of {len(logits)} logits): {advice}"
     if trial.fused is None:
         # Logits are made of the same hidden states and weights, and rounded once; the order of float32 sums may differ.
         found = _difference(own_NV, tapped_NV, tapped_NV, 2 * trial.eps + 1e-5)
@@ -125,7 +122,7 @@ def _difference(own: Tensor, want: Tensor, scale: Tensor, allowed: float) -> str
 
     The difference is measured relative to the largest absolute number in `scale`, of any shape.
     """
-    # A model may return -inf for tokens that it never writes.
+    # Equal infinities do not differ.
     difference = torch.where(own == want, 0.0, (own - want).abs())
     largest = scale.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(torch.finfo(torch.float32).tiny)
     figure = (difference.max() / largest).item()
@@ -142,8 +139,8 @@ def check_by_trial(
     """Runs the trial, unless this model object passed one or the importance runs no model.
 
     All ranks that share the model's weights must call this together. `read` takes two sequences, the first tokens of `token_T`,
-    runs the host's model on them, and returns a `Reading` of all tokens; a host may add one of a row with images, or have that
-    one alone. `max_over_ranks` returns a count's maximum over ranks.
+    runs the host's model on them, and returns a `Reading` of all tokens, and perhaps others. `max_over_ranks` returns a count's
+    maximum over ranks.
     UnsupportedModelError: names the model's class, what differs, and by how much; or that its outputs are not finite.
     """
     inner = unwrapped(model)
@@ -151,8 +148,7 @@ def check_by_trial(
         return
     sequence = trial_tokens(token_T)
     trials, changes = read([sequence, sequence[: TOKENS // 2]]), logit_changes(getattr(inner, "config", None))
-    faults = [not_finite(trial) or fault(trial, changes) for trial in trials]
-    found = next(filter(None, faults), "")
+    found = next(filter(None, (fault(trial, changes) for trial in trials)), "")
     if max_over_ranks(int(bool(found))):
         raise UnsupportedModelError(f"{type(inner).__name__} {found or 'is not supported: another rank says why'}")
     _ACCEPTED.add(inner)

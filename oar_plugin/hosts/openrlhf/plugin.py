@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.watch import mean_reward
 from oar_plugin.hosts.openrlhf.actor import ActorPass
 from oar_plugin.hosts.openrlhf.settings import OPTION, settings_of
 from oar_plugin.page.dumps import Dumps
@@ -79,7 +78,7 @@ class OarAdvantage:
         reshaped = self._credit.reshape(self._step, advantage_BL, importance_BL, self._segments_BL, self._status_B)
         metrics = {f"oar/{name}": value for name, value in reshaped.metrics.items()}
         rewards = torch.cat([e.info["reward"] for e in experiences]).float()
-        self._credit.watch.see(self._step, metrics, mean_reward(rewards))
+        self._credit.watch.see(self._step, metrics, rewards)
         known = partial(self._known, experiences)
         self._credit.dump(self._batch, reshaped, metrics, self._rows(experiences), known)
         parts = reshaped.advantage_BL.split([len(e.advantages) for e in experiences])

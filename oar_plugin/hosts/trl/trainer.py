@@ -19,7 +19,6 @@ from trl import GRPOTrainer
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status, summarize
-from oar_plugin.credit.watch import mean_reward
 from oar_plugin.passes.contexts import ContextPrompts, Contexts, PromptSource, longest_of
 from oar_plugin.passes.plain import in_eval_mode
 from oar_plugin.passes.request import Request
@@ -106,7 +105,11 @@ class OarGRPOTrainer(GRPOTrainer):
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> Tensor:
         reward_GF: Tensor = super()._calculate_rewards(*arguments, **named)
         total_G: Tensor = (reward_GF * self.reward_weights.to(reward_GF.device)).nansum(1)
-        self._reward_G = total_G.masked_fill(reward_GF.isnan().all(1), torch.nan).cpu()  # NaN: no function has given one
+        # NaN where no function gave a reward: TRL leaves it out. An infinite one spoils all that it is normalised with.
+        self._reward_G = total_G.masked_fill(reward_GF.isnan().all(1), torch.nan).cpu()
+        whole = self.scale_rewards == "batch" or self.multi_objective_aggregation == "normalize_then_sum"
+        infinite_NG = self._reward_G.isinf().view(-1, len(total_G) if whole else self.num_generations)
+        self._bad_G = self._reward_G.isnan() | infinite_NG.any(1, keepdim=True).expand_as(infinite_NG).flatten()
         return reward_GF
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,10 +123,13 @@ class OarGRPOTrainer(GRPOTrainer):
             output["completion_mask"].bool(),  # false where TRL masks what was cut off (`mask_truncated_completions`)
             output.get("tool_mask"),
         )
-        longest, total = self._limits()
+        args, asked, longest = self.args, self.args.generation_kwargs or {}, self.max_completion_length
+        longest = min(longest, *(asked.get(name) or longest for name in ("max_tokens", "max_new_tokens")))
+        # vLLM takes the model's positions where it is told nothing; transformers' own generation has no such limit.
+        total = (args.vllm_max_model_length or longest_of(self.model.config)) if args.use_vllm else None
         request = credit.request(step, longest, self.temperature, max_length=total)
         first = self.accelerator.process_index * len(inputs)  # row 0 in the batch of all processes
-        bad_B = self._bad_rewards()[first : first + len(inputs)].to(batch.response_BL.device)
+        bad_B = self._bad_G[first : first + len(inputs)].to(batch.response_BL.device)
         needed_B = (output["advantages"] != 0) & batch.response_BL.any(-1) & ~bad_B
         segments_BL, status_B = credit.segments(batch, needed_B, request)
         status_B[bad_B] = int(Status.BAD_REWARD)
@@ -142,28 +148,10 @@ class OarGRPOTrainer(GRPOTrainer):
         )
         credit.dump(batch, reshaped, metrics, rows, partial(self._known, inputs, output), gather_object)
         if self.accelerator.is_main_process:
-            credit.watch.see(step, metrics, mean_reward(self._reward_G))
+            credit.watch.see(step, metrics, self._reward_G)
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         return output | {"advantages": reshaped.advantage_BL}
-
-    def _limits(self) -> tuple[int, int | None]:
-        """Most tokens of a completion, and of prompt and completion together, that TRL's engine makes; None: no limit."""
-        args, more = self.args, self.args.generation_kwargs or {}
-        longest = more.get("max_tokens" if args.use_vllm else "max_new_tokens") or self.max_completion_length
-        # vLLM takes the model's positions where it is told nothing; transformers' own generation has no such limit.
-        total = (args.vllm_max_model_length or longest_of(self.model.config)) if args.use_vllm else None
-        return min(longest, self.max_completion_length), total
-
-    def _bad_rewards(self) -> Tensor:
-        """bool `[G]`, of all processes: completions without a finite reward, and those that are normalised with an infinite one.
-
-        TRL leaves missing rewards out of a group's mean. It sets advantages that are NaN to 0.
-        """
-        whole = self.scale_rewards == "batch" or self.multi_objective_aggregation == "normalize_then_sum"
-        width = len(self._reward_G) if whole else self.num_generations
-        spoilt_G = self._reward_G.isinf().view(-1, width).any(1).repeat_interleave(width)
-        return spoilt_G | self._reward_G.isnan()
 
     def _contexts(self, inputs: list[dict[str, Any]], output: dict[str, Any], batch: PaddedBatch) -> Contexts:
         """Prompts that show answers to this process's responses, and the signs of their advantages."""

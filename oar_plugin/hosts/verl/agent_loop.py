@@ -173,8 +173,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 record = replace(record, status=Status.NOT_NEEDED)
             elif not output.multi_modal_data:
                 mask = np.array(output.response_mask, dtype=bool)
-                response, total = length_limits(self.config)
-                total = min(total, longest_of(self.model_config.hf_config))
+                response, total = length_limits(self.config, longest_of(self.model_config.hf_config))
                 longest = min(response, total - len(output.prompt_ids)), self._oar.max_answer_tokens
                 if step > self._lost_time[0]:
                     self._lost_time = step, LostTime()

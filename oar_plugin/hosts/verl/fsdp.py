@@ -6,7 +6,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,8 +34,6 @@ from oar_plugin.passes.masked_copies import MaskedCopies, Reduce, Result
 from oar_plugin.passes.request import IMPORTANCE, Request, nested
 from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, check_model, logit_changes, unwrapped
 from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
-
-MULTI_MODAL = "multi_modal_inputs"  # verl's field: a row's images, videos and sounds
 
 
 class OarFSDPMixin(ImportancePass):
@@ -195,21 +193,22 @@ class OarFSDPMixin(ImportancePass):
                 "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
             )
 
-        # The first row without images, and the first with: the trial runs on those that every rank has. FSDP's ranks must run
-        # equal forwards, and verl itself cannot run some of these models without an image.
-        with_images = [_has_images(one) for one in tu.get(data, MULTI_MODAL, [None] * len(data))]
-        text, image = (next((row for row, one in enumerate(with_images) if one is wanted), -1) for wanted in (False, True))
-        lacks_text, lacks_image = (bool(self.max_over_ranks(int(row < 0))) for row in (text, image))
+        # The first row of text, and the first with images; some processors give text the types of its tokens. The trial runs on
+        # what every rank has: ranks must run equal forwards, and verl cannot run some of these models without an image.
+        inputs, rows = tu.get(data, "multi_modal_inputs", [{}] * len(data)), data["input_ids"].unbind()
+        has_images = [any("token_type_ids" not in name for name in one or {}) for one in inputs]
+        text, image = ([*has_images, wanted].index(wanted) for wanted in (False, True))
+        lacks_text, lacks_image = (bool(self.max_over_ranks(int(row == len(rows)))) for row in (text, image))
 
         def read(sequences: list[Tensor]) -> list[Reading]:
             trials = [] if lacks_text else [self.read(like_row(data, text, sequences))]
             if lacks_text or not lacks_image:
                 # Images need all of their tokens. Only the first logits are compared, because a row may be long.
-                row = tu.index_select_tensor_dict(data, torch.tensor([max(image, 0)]))
+                row = tu.index_select_tensor_dict(data, torch.tensor([image % len(rows)]))
                 trials.append(self.read(row, torch.arange(min(TOKENS, row["input_ids"].values().numel()))))
             return trials
 
-        check_by_trial(self.module, request, data["input_ids"].unbind()[max(text, 0)], read, self.max_over_ranks)
+        check_by_trial(self.module, request, rows[text % len(rows)], read, self.max_over_ranks)
 
 
 class _CopiesThroughVerl(MaskedCopies):
@@ -248,18 +247,11 @@ def like_row(data: TensorDict, row: int, sequences: Sequence[Tensor]) -> TensorD
     """A micro-batch of other sequences, of text. verl's other fields are those of a row: no log-probs are read."""
     micro_batch = tu.index_select_tensor_dict(data, torch.full((len(sequences),), row))
     micro_batch["input_ids"] = nested(sequences)
-    positions = [torch.arange(len(sequence), device=sequence.device) for sequence in sequences]
-    if data["position_ids"].dim() == 3:  # one row each of text, time, height and width, equal where there are no images
-        kinds = len(data["position_ids"].values())
-        positions = [position_T.expand(kinds, -1).contiguous() for position_T in positions]
+    shape = data["position_ids"].values().shape[:-1]  # with images also time, height and width, equal for text
+    positions = (torch.arange(len(one), device=one.device).expand(*shape, -1).contiguous() for one in sequences)
     micro_batch["position_ids"] = nested(positions)
-    tu.pop(micro_batch, key=MULTI_MODAL, default=None)
+    tu.pop(micro_batch, key="multi_modal_inputs", default=None)
     return micro_batch
-
-
-def _has_images(inputs: Mapping[str, Any] | None) -> bool:
-    """Whether a row's multi-modal inputs have more than the kinds of its tokens, which some processors give to text too."""
-    return any(value is not None and not name.endswith("token_type_ids") for name, value in (inputs or {}).items())
 
 
 def register() -> None:

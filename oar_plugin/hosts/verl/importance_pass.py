@@ -181,10 +181,7 @@ class ImportancePass:
         """
         columns = response_rows(data, "responses"), response_rows(data, "response_mask"), data[NEEDED].cpu().unbind()
         rows = zip(*columns, data["input_ids"].offsets().diff().tolist(), strict=True)
-        responses = (
-            (ids.tolist(), own.numpy().astype(bool), bool(needed.any()), length - len(ids))
-            for ids, own, needed, length in rows
-        )
+        responses = ((x.tolist(), own.numpy().astype(bool), bool(n.any()), total - len(x)) for x, own, n, total in rows)
         # Without `rollout.max_model_len`, verl's engines take the model's positions. SGLang leaves the last one free.
         request = replace(request, max_length=min(request.max_length, longest_of(self.model_config.hf_config) - 1))
         segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)

@@ -114,21 +114,13 @@ def trainer_of(config: DictConfig) -> str:
     return str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
 
 
-def length_limits(config: DictConfig) -> tuple[int, int]:
-    """Most tokens of a response, and of prompt and response together, that verl's engines make by this configuration.
-
-    Without `rollout.max_model_len` the model's positions are a further limit, which the configuration does not have.
-    """
-    rollout = config.actor_rollout_ref.rollout
-
-    def limit(key: str) -> int:
-        return OmegaConf.select(rollout, key) or sys.maxsize
-
-    response = min(limit("response_length"), OmegaConf.select(config, "data.max_response_length") or sys.maxsize)
-    room = min(limit("max_model_len"), limit("engine_kwargs.vllm.max_model_len"), limit("engine_kwargs.sglang.context_length"))
-    # SGLang leaves the last position free.
-    total = min(limit("prompt_length") + limit("response_length"), room - (OmegaConf.select(rollout, "name") == "sglang"))
-    return response, total
+def length_limits(config: DictConfig, positions: int = sys.maxsize) -> tuple[int, int]:
+    """Most tokens of a response, and of prompt and response together, that verl's engines make; `positions`: the model's."""
+    rollout, engines = config.actor_rollout_ref.rollout, ("vllm.max_model_len", "sglang.context_length")
+    keys = "prompt_length", "response_length", "max_model_len", *(f"engine_kwargs.{key}" for key in engines)
+    prompt, response, *rooms = (OmegaConf.select(rollout, key) or sys.maxsize for key in keys)
+    spare = int(OmegaConf.select(rollout, "name") == "sglang")  # it leaves the last position free
+    return min(response, config.data.max_response_length), min(prompt + response, min(positions, *rooms) - spare)
 
 
 def parsed(algorithm: DictConfig) -> OarConfig:

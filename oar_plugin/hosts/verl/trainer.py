@@ -24,7 +24,6 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.debug import marked_timer
 
-from oar_plugin.credit.watch import mean_reward
 from oar_plugin.estimator import rewarded
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
@@ -196,7 +195,7 @@ class OarTrainerMixin(TrainerCredit):
             metrics.update(credit_metrics(measure_B4, status_B))
             if not getattr(self, "local_trigger_step", 0):  # of a step with several batches, the first
                 reward_B = data["rm_scores"].to_padded_tensor(0.0).sum(-1)[own_B]
-                self._credit.watch.see(self.global_steps, metrics, mean_reward(reward_B))
+                self._credit.watch.see(self.global_steps, metrics, reward_B)
             advantages = weighted(data["advantages"], weights)
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
