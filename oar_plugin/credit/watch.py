@@ -70,7 +70,7 @@ class Watch:
         ratios = [metrics["oar/ess_ratio"] for _, metrics in self._seen if "oar/ess_ratio" in metrics]
         if whole and ratios and (ratio := sum(ratios) / len(ratios)) < LOW_ESS_RATIO:
             self._warn("ess_ratio", f"few tokens have all credit (ESS ratio {ratio:.3f}); lower beta or raise floor")
-        if bad := self._mean(f"oar/fallback/{Status.BAD_REWARD.name.lower()}"):
+        if 0 < (bad := self._mean("oar/fallback/bad_reward")) < 1:  # where all are, it is said above
             text = f"{bad:.1%} of the responses have a reward that is missing, NaN or infinite, or a sibling with one"
             self._warn("reward", f"{text}, and keep plain GRPO; {ADVICE[Status.BAD_REWARD]}")
         if lost := self._mean("oar/lost_responses"):

@@ -34,6 +34,7 @@ from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, STAT
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.answer import answer_of, log_probs_after
 from tests.hosts.engine.world import nested
+from tests.hosts.given import GIVEN
 
 PROMPT = 3  # tokens
 TOKENIZER = make_tokenizer(384)
@@ -241,6 +242,23 @@ def test_a_batch_that_fell_back_is_exactly_the_hosts(world):
     one.report_from_actor(Status.NO_ANSWER)
     assert torch.equal(one.credited(), one.host_advantage())
     assert one.metrics["oar/fallback/no_answer"] == 1.0
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("case", GIVEN["rewards"])
+def test_a_bad_reward_trains_as_in_the_host_and_is_told(world, caplog, case, late):
+    """`late`: all rows are scored before advantages are known, as with KL in the reward."""
+    one, bad = world(rewards=case["rewards"]), case["bad"]
+    if not late:
+        one.trainer._mark_needed_rows(one.batch, {})
+        assert not any(one.needed()[row] for row in bad)
+    one.report_from_actor([Status.SCORED if needed else Status.NOT_NEEDED for needed in one.needed()])
+    got, host = one.credited(), one.host_advantage()
+    assert torch.allclose(got[bad, 0], host[bad, 0], equal_nan=True)
+    assert got.isfinite().all(-1).tolist() == [row not in bad for row in range(6)]
+    matter = sum(row in bad or bool(needed) for row, needed in enumerate(one.needed()))
+    assert one.metrics["oar/fallback/bad_reward"] == one.metrics["oar/fallback/any"] == len(bad) / matter
+    assert [m for m in caplog.messages if "what does the reward function return?" in m]
 
 
 def test_a_run_whose_responses_all_fall_back_says_so(world, caplog):

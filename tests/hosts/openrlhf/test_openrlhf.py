@@ -1,6 +1,7 @@
 """OpenRLHF's own code, patched by `oar patch`, with OAR: log-probs as without, advantages by the front door's credit."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -195,6 +196,17 @@ def test_with_unknown_advantages_every_response_is_scored(patched, folder):
 
     made = experiences_of(patched, folder, *plugin_words(), change=unrewarded, reward=batch.Group(Rewarder()))[1]
     assert Status.NOT_NEEDED not in made.advantage_plugin._status_B.tolist()
+
+
+def test_a_bad_reward_leaves_its_group_as_openrlhf_has_it(plain, patched, folder):
+    def unrewarded(samples):
+        samples[1].rewards[0] = torch.nan
+
+    want, _ = experiences_of(plain, folder, change=unrewarded)
+    got, made = experiences_of(patched, folder, *plugin_words(), change=unrewarded)
+    assert all(map(partial(torch.allclose, equal_nan=True), rows(got)[:4], rows(want)[:4]))
+    assert got[0].info["oar/fallback/bad_reward"][0].item() == pytest.approx(4 / 8)
+    assert made.advantage_plugin._status_B[:4].eq(Status.NOT_NEEDED).all(), "nothing is computed for them"
 
 
 def test_other_experiences_than_those_of_the_step_are_refused(patched, folder):
