@@ -1,10 +1,9 @@
 """Warns on the console about a run in which OAR does little or nothing, or in which credit or responses go astray."""
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Mapping
-
-from torch import Tensor, as_tensor
 
 from oar_plugin.credit.diagnostics import FALLBACKS, Status
 
@@ -46,13 +45,12 @@ class Watch:
         self._seen: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=STEPS)
         self._steps, self._quiet_until = 0, Counter[str]()
 
-    def see(self, step: int, metrics: Mapping[str, float], reward: Tensor | float | None = None) -> None:
-        """Read the metrics of training step `step`, by name with the prefix `oar/`, and its rewards, or their mean."""
+    def see(self, step: int, metrics: Mapping[str, float], reward: float | None = None) -> None:
+        """Read the metrics of training step `step`, by name with the prefix `oar/`, and its mean reward; None: not known."""
         if "oar/answer_found" not in metrics:  # no response needs credit
             return
         self._steps += 1
-        reward_N = as_tensor(0.0 if reward is None else reward).flatten()
-        mean = reward_N.nan_to_num(0.0, 0.0, 0.0).sum().item() / max(1, int(reward_N.isfinite().sum()))
+        mean = reward if reward is not None and math.isfinite(reward) else 0.0
         self._seen.append((step, {**metrics, "reward": mean}))
         fallback = self._mean("oar/fallback/any")
         found, rewarded = self._mean("oar/answer_found"), self._mean("reward")

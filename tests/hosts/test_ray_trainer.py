@@ -29,9 +29,9 @@ from oar_plugin.passes.contexts import ContextPrompts
 from oar_plugin.passes.request import NEEDED, REQUEST, STATUS, WEIGHTS, Request
 from oar_plugin.runs.recipe import compose_recipe
 from oar_plugin.token_credit import TokenCredit
+from tests.asked import GIVEN
 from tests.hosts.answer import answer_of, log_probs_after
 from tests.hosts.engine.world import nested
-from tests.hosts.given import GIVEN
 from tests.hosts.test_settings import config as plain
 from tests.hosts.whole_run import RECIPES
 

@@ -20,7 +20,7 @@ from oar_plugin.hosts.verl.fsdp import fused_fault
 from oar_plugin.hosts.verl.hydra_conf import command_line, mentions_oar
 from oar_plugin.hosts.verl.settings import resolve, switched_on
 from oar_plugin.hosts.vllm import versions
-from tests.hosts.given import GIVEN
+from tests.asked import GIVEN
 from tests.limits import PROCESS_S
 from tests.passes.batch import random_model
 

@@ -32,9 +32,9 @@ from oar_plugin.page.record import parse_response
 from oar_plugin.passes.contexts import ContextPrompts
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, STATUS, WEIGHTS, Request
 from oar_plugin.token_credit import TokenCredit
+from tests.asked import GIVEN
 from tests.hosts.answer import answer_of, log_probs_after
 from tests.hosts.engine.world import nested
-from tests.hosts.given import GIVEN
 
 PROMPT = 3  # tokens
 TOKENIZER = make_tokenizer(384)
@@ -323,6 +323,7 @@ def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, mo
     one, seen = world(mode, seed=3), []
     trainer = one.trainer
     trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
+    trainer.config.actor_rollout_ref.rollout.max_model_len = 12
 
     def compute(self, batch, metrics):
         seen.append(dict(batch.extra_info))
@@ -340,7 +341,7 @@ def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, mo
         assert REQUEST not in one.batch.extra_info
         (request,) = (info[REQUEST] for info in seen if REQUEST in info)
         assert request["importance_only"] is bypass
-        assert (request["temperature"], request["seed"]) == (0.6, step_seed(3, step))
+        assert (request["temperature"], request["seed"], request["max_length"]) == (0.6, step_seed(3, step), 12)
         assert len(seen) == (2 if bypass else 1)
 
 

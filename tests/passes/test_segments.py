@@ -8,9 +8,8 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.passes import segments as module
 from oar_plugin.passes.segments import LostTime, segment_response, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
-from tests.asked import asked
+from tests.asked import GIVEN, asked
 from tests.hosts.engine import world
-from tests.hosts.given import GIVEN
 from tests.passes.test_tokens import WithoutBackend
 
 TOKENIZER = world.make_tokenizer()

@@ -78,7 +78,7 @@ class OarAdvantage:
         reshaped = self._credit.reshape(self._step, advantage_BL, importance_BL, self._segments_BL, self._status_B)
         metrics = {f"oar/{name}": value for name, value in reshaped.metrics.items()}
         rewards = torch.cat([e.info["reward"] for e in experiences]).float()
-        self._credit.watch.see(self._step, metrics, rewards)
+        self._credit.watch.see(self._step, metrics, rewards.nanmean().item())
         known = partial(self._known, experiences)
         self._credit.dump(self._batch, reshaped, metrics, self._rows(experiences), known)
         parts = reshaped.advantage_BL.split([len(e.advantages) for e in experiences])

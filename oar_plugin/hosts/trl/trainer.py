@@ -148,7 +148,7 @@ class OarGRPOTrainer(GRPOTrainer):
         )
         credit.dump(batch, reshaped, metrics, rows, partial(self._known, inputs, output), gather_object)
         if self.accelerator.is_main_process:
-            credit.watch.see(step, metrics, self._reward_G)
+            credit.watch.see(step, metrics, self._reward_G.nanmean().item())
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         return output | {"advantages": reshaped.advantage_BL}

@@ -188,7 +188,8 @@ class OarRayTrainer(TrainerCredit):
         shown |= {} if entropy_BL is None else {"entropy": entropy_BL}
         metrics.update(show(self._credit, padded_batch(self.global_steps, batch, status_B, shown), {}))
         batch.batch["advantages"] = weighted_BL
-        self._credit.watch.see(self.global_steps, metrics, batch.batch["token_level_scores"].sum(-1))
+        reward = batch.batch["token_level_scores"].sum(-1).nanmean().item()
+        self._credit.watch.see(self.global_steps, metrics, reward)
         result = super()._update_actor(batch)  # type: ignore[misc]
         batch.meta_info = {**batch.meta_info, RESHAPED: True}  # a new one: the parts of a split batch share theirs
         result.meta_info["metrics"].update({name: [value] for name, value in metrics.items()})

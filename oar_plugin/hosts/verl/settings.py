@@ -119,8 +119,8 @@ def length_limits(config: DictConfig, positions: int = sys.maxsize) -> tuple[int
     rollout, engines = config.actor_rollout_ref.rollout, ("vllm.max_model_len", "sglang.context_length")
     keys = "prompt_length", "response_length", "max_model_len", *(f"engine_kwargs.{key}" for key in engines)
     prompt, response, *rooms = (OmegaConf.select(rollout, key) or sys.maxsize for key in keys)
-    spare = int(OmegaConf.select(rollout, "name") == "sglang")  # it leaves the last position free
-    return min(response, config.data.max_response_length), min(prompt + response, min(positions, *rooms) - spare)
+    room = min(positions, *rooms) - (rollout.get("name") == "sglang")  # which leaves the last position free
+    return min(response, config.data.max_response_length), min(prompt + response, room)
 
 
 def parsed(algorithm: DictConfig) -> OarConfig:

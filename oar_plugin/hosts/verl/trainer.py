@@ -195,7 +195,7 @@ class OarTrainerMixin(TrainerCredit):
             metrics.update(credit_metrics(measure_B4, status_B))
             if not getattr(self, "local_trigger_step", 0):  # of a step with several batches, the first
                 reward_B = data["rm_scores"].to_padded_tensor(0.0).sum(-1)[own_B]
-                self._credit.watch.see(self.global_steps, metrics, reward_B)
+                self._credit.watch.see(self.global_steps, metrics, reward_B.nanmean().item())
             advantages = weighted(data["advantages"], weights)
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()

@@ -196,7 +196,7 @@ def ready(engine: Any, *how: Any) -> TensorDict:
 def request_of(only: bool = False, **request: Any) -> dict[str, Any]:
     defaults = {"importance": "fisher", "answer_patterns": ("hash",), "sigma": world.SIGMA}
     limits = {"max_response_length": world.MAX_RESPONSE_LENGTH, "temperature": world.TEMPERATURE}
-    return asked(**limits, **defaults | {"importance_only": only, **request}).to_dict()
+    return asked(**limits | defaults | {"importance_only": only, **request}).to_dict()
 
 
 def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
@@ -387,6 +387,9 @@ def single(folder: str) -> dict[str, Any]:
     again = {layout: recomputed(engines[layout]) for layout in ("packed", "checkpointing", "activations")}
     fresh = {layout: behind(folder, layout, partial(run, first=True))[0] for layout in ("bf16", "fsdp1", "lora")}
     out |= {"out of memory": starved, "recomputed": again, "behind a pass": fresh}
+    # The response of row 6 has 40 tokens and no end, its prompt has 2.
+    cut = partial(run, engines["packed"], [6, 7], max_response_length=41)
+    out["lengths"] = [cut(max_length=most)[STATUS][0].item() for most in (42, 43)]
     layers = "full_attention", "linear_attention"
     out["seeing"] = {name: [seeing(folder, name, images) for images in IMAGES] for name in layers}
     out["no way back"] = out_of_memory(build(folder, **LAYOUTS["fsdp1"]))

@@ -9,7 +9,7 @@ from oar_plugin.cli.main import main
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.trl import OarGRPOTrainer
 from oar_plugin.page.sources import read
-from tests.hosts.given import GIVEN
+from tests.asked import GIVEN
 from tests.hosts.trl import tiny
 from tests.hosts.trl.watched import Watched, watched
 
@@ -106,23 +106,14 @@ def test_a_completion_without_a_finite_reward_is_neither_right_nor_wrong(tmp_pat
     assert main(["inspect", str(tmp_path / "credit"), "--out", str(tmp_path / "page.html")]) == 0
 
 
-@pytest.mark.parametrize(
-    ("args", "cut"),
-    [
-        ({}, False),
-        ({"generation_kwargs": {"max_new_tokens": 11}}, True),
-        ({"generation_kwargs": {"max_tokens": 11}}, True),
-        ({"use_vllm": True, "vllm_max_model_length": 15}, True),
-        ({"use_vllm": True, "vllm_max_model_length": 16}, False),
-    ],
-)
-def test_a_completion_that_any_limit_of_the_engine_cut_is_truncated(tmp_path, args, cut):
+@pytest.mark.parametrize("case", GIVEN["trl_limits"])
+def test_a_completion_that_any_limit_of_the_engine_cut_is_truncated(tmp_path, case):
     def rollout(prompts, trainer):
         completions = [tiny.ids(" 3 and 4 we see 7 #### 5")] * 2 + [tiny.ids(" so 4 #### 4<eos>")] * 2
         return {"prompt_ids": [tiny.ids(p) for p in prompts], "completion_ids": completions, "logprobs": None}
 
     trainer = tiny.make(Watched, tmp_path, oar={}, rollout=rollout, max_steps=1)
-    for name, value in args.items():  # set on a finished trainer: TRL itself would start vLLM
+    for name, value in case.get("args", {}).items():  # set on a finished trainer: TRL itself would start vLLM
         setattr(trainer.args, name, value)
     trainer.train()
-    assert trainer.seen[0].status_B.tolist() == [Status.TRUNCATED if cut else Status.SCORED] * 2 + [Status.SCORED] * 2
+    assert trainer.seen[0].status_B.tolist() == [Status[case["status"]]] * 2 + [Status.SCORED] * 2
