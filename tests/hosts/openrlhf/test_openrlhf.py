@@ -277,6 +277,7 @@ def test_parts_are_filled_by_length(lengths, most, parts):
         ([], {"base_estimator": "rloo"}, "_args.base_estimator=rloo: "),
         ([], {"importence": "fisher"}, "_args.importence='fisher': unknown key; did you mean"),
         ([], {"tau": 2}, "--algo.advantage.plugin_args.tau=2: "),
+        ([], {"answer_patterns": ["x"]}, "--algo.advantage.plugin_args.answer_patterns[0]='x': "),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_runs(patched, folder, words, settings, message):
