@@ -8,9 +8,10 @@ in `docs/evidence/studies.md`.
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic.functional_validators import AfterValidator
 
 from oar_plugin.credit import called
 from oar_plugin.credit.answer import make_finder
@@ -20,6 +21,7 @@ from oar_plugin.credit.importance.base import Shown
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
+_Pattern = Annotated[str, AfterValidator(lambda pattern: make_finder((pattern,)) and pattern)]
 
 BaseEstimator = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
 
@@ -122,7 +124,7 @@ class OarConfig(_Settings):
     answer's tokens; best in the paper's ablations), answer_joint (product over the answer's tokens)."""
     warmup_steps: int = Field(0, ge=0)
     """Number of first training steps that use the probe 'last' instead; for models whose answers are not well formed yet."""
-    answer_patterns: tuple[str, ...] = ("boxed", "hash", "answer_tag", "the_answer_is")
+    answer_patterns: tuple[_Pattern, ...] = ("boxed", "hash", "answer_tag", "the_answer_is")
     """Where the answer is; the last complete match in a response counts. Names: boxed, hash, answer_tag, the_answer_is; or
     'regex:<expression>' (group 1 is the answer; at most 2 seconds per response); or 'python:<module>:<function>' (your code,
     without a time limit). A response on which one of these fails falls back to GRPO (fallback/search_failed). Empty: the answer
@@ -175,7 +177,6 @@ class OarConfig(_Settings):
                 f"probe={self.probe} needs to know where the answer is, but answer_patterns is empty; "
                 "allowed: probe=last, or at least one pattern"
             )
-        make_finder(self.answer_patterns)
         self._check_conflicts(self.importance_object)
         if self.offloads and (name := self.actor_importance) is not None:
             try:
@@ -280,6 +281,8 @@ def _explain(fault: Any, prefix: str) -> str:
     parts = [str(part) for part in fault["loc"]]
     # In a union, pydantic adds the branch that failed to the path.
     key = ".".join([prefix, *parts[: 2 if GROUPS.keys() & parts[:1] else 1]])
+    key += "".join(f"[{part}]" for part in fault["loc"][1:] if isinstance(part, int))
     unknown = fault["type"] == "extra_forbidden"
-    message = unknown_key(parts, prefix) if unknown else fault["msg"].removeprefix("Value error, ")
+    said = fault["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
+    message = unknown_key(parts, prefix) if unknown else said
     return f"{key}={fault['input']!r}: {message}" if parts else f"{key}: {message}"

@@ -35,8 +35,13 @@ def reshape(
     `importance_BL` is float, `reasoning_BL` bool, `status_B` (int64) the `Status` before the gate. Raises nothing: a response
     that cannot be weighted keeps its advantages, and its status says why.
     """
-    weight_BL, status_B, measure_B4 = weigh(importance_BL, reasoning_BL, status_B, config)
+    weight_BL, status_B, measure_B4 = weigh(importance_BL, reasoning_BL, rewarded(status_B, advantage_BL), config)
     return Reshaped(advantage_BL * weight_BL, weight_BL, status_B, summarize(measure_B4, status_B))
+
+
+def rewarded(status_B: Tensor, advantage_BL: Tensor) -> Tensor:
+    """Returns the statuses, with BAD_REWARD for a response with a NaN or infinite advantage: no weight can mend it."""
+    return status_B.masked_fill(~advantage_BL.isfinite().all(-1), int(Status.BAD_REWARD))
 
 
 def weigh(

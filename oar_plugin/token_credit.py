@@ -22,7 +22,7 @@ from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.importance import without_contexts
 from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.credit.watch import Watch
-from oar_plugin.estimator import weigh
+from oar_plugin.estimator import rewarded, weigh
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.passes.contexts import Contexts, LogProbs
@@ -124,13 +124,19 @@ class TokenCredit:
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)
 
     def request(
-        self, step: int, max_response_length: int | None = None, temperature: float = 1.0, importance_only: bool = False
+        self,
+        step: int,
+        max_response_length: int | None = None,
+        temperature: float = 1.0,
+        importance_only: bool = False,
+        max_length: int | None = None,
     ) -> Request:
         """Returns the request for training step `step` (from 1): what to compute, and how.
 
         Args:
             max_response_length: a response with at least this many tokens counts as truncated, unless its last token is
-                an end-of-sequence token. None: no response counts as truncated.
+                an end-of-sequence token. None: no limit.
+            max_length: the same of prompt and response together: the length at which the host's engine stops.
             temperature: the sampling temperature of the responses.
             importance_only: compute no log-probs and no entropy for the host.
         """
@@ -138,6 +144,7 @@ class TokenCredit:
             self.config,
             step,
             max_response_length=max_response_length or sys.maxsize,
+            max_length=max_length or sys.maxsize,
             temperature=temperature,
             importance_only=importance_only,
             replacement_token=self._replacement,
@@ -154,8 +161,9 @@ class TokenCredit:
         """
         if self._token_bytes is None:
             raise ValueError("pass segments [B, T], or a tokenizer to search the text for the answer")
-        pairs = zip(batch.responses, needed_B.tolist(), strict=True)
-        rows = ((token_L.tolist(), own_L.numpy(), needed) for (_, token_L, own_L), needed in pairs)
+        prompts = batch.mask_BT[:, : batch.prompt_columns].sum(-1).tolist()
+        columns = zip(batch.responses, needed_B.tolist(), prompts, strict=True)
+        rows = ((token_L.tolist(), own_L.numpy(), needed, prompt) for (_, token_L, own_L), needed, prompt in columns)
         parts, status_B = segment_rows(rows, request, self._token_bytes, self._eos_token_ids)
         return _columns(batch, parts, int(Segment.OUTSIDE), torch.int8), status_B.to(batch.response_BL.device)
 
@@ -220,7 +228,8 @@ class TokenCredit:
         self, step: int, advantage_BL: Tensor, importance_BL: Tensor, segments_BL: Tensor, status_B: Tensor
     ) -> ReshapedBatch:
         """Multiplies the host's normalised advantages with the gate's weights, like `oar_plugin.estimator.reshape`."""
-        weight_BL, status_B, measure_B4 = weigh(importance_BL, segments_BL == Segment.REASONING, status_B, self.config)
+        reasoning_BL, status_B = segments_BL == Segment.REASONING, rewarded(status_B, advantage_BL)
+        weight_BL, status_B, measure_B4 = weigh(importance_BL, reasoning_BL, status_B, self.config)
         credited = step, advantage_BL, importance_BL, segments_BL, weight_BL, status_B  # the fields of `CreditedBatch`
         metrics = summarize(measure_B4, status_B)
         return ReshapedBatch(*credited, advantage_BL * weight_BL, measure_B4, metrics)
@@ -286,7 +295,8 @@ class TokenCredit:
         All ranks must call this method. If writing fails, the run continues, and `metrics` gets `DUMP_FAILED` = 1.
 
         Args:
-            rows: (row, group, id, reward) per response of this rank, in the order of the dump. Used only at steps with a dump.
+            rows: (row, group, id, reward) per response of this rank, in the order of the dump; NaN: it has no reward. Used only
+                at steps with a dump.
             known: takes a row, returns other fields of its `Response` (see `record`).
             gather: takes the list of this rank, returns the concatenated lists of all ranks.
             header: of the file. None: `self.header()`.

@@ -1,11 +1,16 @@
-"""Requests by the settings that a test is about."""
+"""Requests by the settings that a test is about, and cases that several hosts share."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from oar_plugin.config import OarConfig
 from oar_plugin.passes.request import Request
 
-OF_REQUEST = ("max_response_length", "temperature", "importance_only", "replacement_token")
+OF_REQUEST = ("max_response_length", "max_length", "temperature", "importance_only", "replacement_token")
+GIVEN: dict[str, list[dict[str, Any]]] = json.loads(
+    Path(__file__).with_name("hosts").joinpath("cases.json").read_text()
+)
 
 
 def asked(importance: str = "fisher", probe: str = "answer_mean", seed: int = 0, **more: Any) -> Request:

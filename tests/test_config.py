@@ -62,7 +62,10 @@ def test_what_a_configuration_says(given, values):
         ({"max_weight": 1}, ["algorithm.oar.max_weight=1", "unknown key"]),
         ({"teu": 0.3}, ["algorithm.oar.teu=0.3", "unknown key", "did you mean algorithm.oar.tau", "allowed keys"]),
         ({"answer_patterns": []}, ["probe=answer_mean", "answer_patterns", "probe=last"]),
-        ({"answer_patterns": ["bxed"]}, ["bxed", "boxed"]),
+        ({"answer_patterns": ["boxed", "hash", "x"]}, ["algorithm.oar.answer_patterns[2]='x': ", "the_answer_is"]),
+        ({"answer_patterns": ["regex:(", "boxed"]}, ["algorithm.oar.answer_patterns[0]='regex:(': ", "regular"]),
+        ({"answer_patterns": ["boxed", 3]}, ["algorithm.oar.answer_patterns[1]=3: ", "string"]),
+        ({"answer_patterns": "boxed"}, ["algorithm.oar.answer_patterns='boxed': ", "list"]),
         ({"tau": 2, "beta": -1, "nonsense": 1}, ["oar.tau=2", "oar.beta=-1", "oar.nonsense=1"]),
     ],
 )

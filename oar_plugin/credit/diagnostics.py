@@ -30,6 +30,7 @@ class Status(enum.IntEnum):
     # 15, 16: the importance reads contexts (`oar_plugin.passes.contexts`).
     NO_CONTEXT = 15  # no right answer is known, or no prompt can show it; or there is no wrong answer to show
     CONTEXT_TOO_LONG = 16
+    BAD_REWARD = 17  # it has no reward, or its advantage is NaN or infinite, because its reward or a sibling's is
 
 
 MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # the columns of `measured`

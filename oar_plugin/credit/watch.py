@@ -1,6 +1,7 @@
 """Warns on the console about a run in which OAR does little or nothing, or in which credit or responses go astray."""
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Mapping
 
@@ -17,7 +18,7 @@ ADVICE = {
     Status.NO_ANSWER: "set answer_patterns to what your reward reads as the answer",
     Status.TRUNCATED: "responses end at the length limit; raise it",
     Status.NO_REASONING: "the answer opens the response; do answer_patterns match too early?",
-    Status.NON_FINITE: "importance or gate returned NaN or infinity; does importance=fisher work?",
+    Status.NON_FINITE: "importance or gate returned NaN or infinity; are weights finite, and does importance=fisher work?",
     Status.CONSTANT: "the importance gives all tokens one score; compare with importance=fisher",
     Status.NOT_SCORED: "no scores arrived; run `oar doctor` on the nodes of the actor",
     **dict.fromkeys((Status.TIMED_OUT, Status.TOO_LONG, Status.ABORTED, Status.ENGINE_FAILED), _ENGINES),
@@ -26,6 +27,7 @@ ADVICE = {
     Status.SEARCH_FAILED: "the log names what failed in the search for the answer",
     Status.NO_CONTEXT: "do the data have right answers as text or number, and plain prompts? see docs/how-it-works.md",
     Status.CONTEXT_TOO_LONG: "raise the actor's tokens per micro-batch, or shorten context.template",
+    Status.BAD_REWARD: "what does the reward function return? A dump (dump.dir) shows these responses without a reward",
 }
 """What to do about each reason for a fallback."""
 
@@ -48,7 +50,8 @@ class Watch:
         if "oar/answer_found" not in metrics:  # no response needs credit
             return
         self._steps += 1
-        self._seen.append((step, {**metrics, "reward": 0.0 if reward is None else reward}))
+        mean = reward if reward is not None and math.isfinite(reward) else 0.0
+        self._seen.append((step, {**metrics, "reward": mean}))
         fallback = self._mean("oar/fallback/any")
         found, rewarded = self._mean("oar/answer_found"), self._mean("reward")
         whole = len(self._seen) == STEPS
@@ -65,6 +68,9 @@ class Watch:
         ratios = [metrics["oar/ess_ratio"] for _, metrics in self._seen if "oar/ess_ratio" in metrics]
         if whole and ratios and (ratio := sum(ratios) / len(ratios)) < LOW_ESS_RATIO:
             self._warn("ess_ratio", f"few tokens have all credit (ESS ratio {ratio:.3f}); lower beta or raise floor")
+        if 0 < (bad := self._mean("oar/fallback/bad_reward")) < 1:  # where all are, it is said above
+            text = f"{bad:.1%} of the responses have a reward that is missing, NaN or infinite, or a sibling with one"
+            self._warn("reward", f"{text}, and keep plain GRPO; {ADVICE[Status.BAD_REWARD]}")
         if lost := self._mean("oar/lost_responses"):
             text = f"{lost:.1%} of the responses are lost, and the rest of their groups is trained on"
             self._warn("lost", f"{text}; did a reward function or an engine fail? The log has the error")

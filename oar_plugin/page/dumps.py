@@ -21,7 +21,7 @@ DUMP_FAILED = "oar/dump_failed"
 class Sibling(NamedTuple):
     group: str  # the prompt's id
     uid: str  # the response's own id
-    reward: float
+    reward: float  # NaN: it has none
     status: int  # a `Status`
 
 

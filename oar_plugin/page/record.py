@@ -30,7 +30,8 @@ def fault_in(error: ValueError | RecursionError) -> str:
     """Returns what is wrong with a line: it is not JSON, or it lacks a key and has others, or a key has a wrong value."""
     if not isinstance(error, ValidationError):
         return f"not JSON: {error}"
-    fault = max(error.errors(), key=lambda one: len(one["loc"]))  # of a value with two types, the type that fits better
+    # Of a value with two types, the type that fits better.
+    fault = max(error.errors(), key=lambda one: len(one["loc"]) * (one["type"] != "missing"))
     if fault["type"] == "json_invalid":
         return f"not JSON: {fault['ctx']['error'].replace('line 1 ', '')}; each line is one whole JSON object"
     given = (
@@ -85,7 +86,7 @@ class Response:
     entropies: list[float] | None = None  # of the distributions that the tokens were drawn from, in nats
     mask: list[int] | None = None  # 1 at the model's own tokens, 0 at a tool's; None: all are the model's own
     advantage: float | None = None  # before reshaping
-    reward: float | None = None  # of the whole response
+    reward: float | None = None  # of the whole response; NaN: it has none
     status: str  # name of a `Status` in small letters
 
     def __post_init__(self) -> None:

@@ -39,6 +39,7 @@ class Request:
     probe: Probe  # of this training step (the warm-up has been applied)
     seed: int  # of the random signs and noise in this training step
     max_response_length: int = sys.maxsize  # a response of this length is truncated unless its last token is an EOS
+    max_length: int = sys.maxsize  # the same of prompt and response together
     temperature: float = 1.0  # sampling temperature of the responses
     importance_only: bool = False  # log-probs and entropy are not wanted (bypass mode)
     replacement_token: int | None = None  # replaces masked tokens; None: a draw from the model's prediction

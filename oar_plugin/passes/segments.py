@@ -32,23 +32,24 @@ class LostTime:
 
 
 def segment_rows(
-    rows: Iterable[tuple[Sequence[int], np.ndarray, bool]],
+    rows: Iterable[tuple[Sequence[int], np.ndarray, bool, int]],
     request: Request,
     token_bytes: TokenBytes,
     eos_ids: Collection[int],
 ) -> tuple[list[Tensor], Tensor]:
     """Returns the segments of each response, int8 `[L_i]`, and int64 `[B]` of `Status`.
 
-    A row has a response's tokens, a bool mask of the model's own tokens, and whether to score the response. `eos_ids` are the
-    tokens that end a response.
+    A row has a response's tokens, a bool mask of the model's own tokens, whether to score it, and the length of its prompt.
+    `eos_ids` are the tokens that end a response.
     """
     finder = make_finder(request.config.answer_patterns)
-    longest = request.max_response_length, request.config.max_answer_tokens
     segments, status, lost = [], [], LostTime()
-    for ids, own, needed in rows:
+    for ids, own, needed, prompt_length in rows:
         segments_L, state = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8), Status.NOT_NEEDED
         if needed:
-            segments_L, state = segment_response(ids, own, finder, token_bytes, eos_ids, *longest, lost)
+            limit = min(request.max_response_length, request.max_length - prompt_length)
+            most = limit, request.config.max_answer_tokens
+            segments_L, state = segment_response(ids, own, finder, token_bytes, eos_ids, *most, lost)
         segments.append(torch.from_numpy(segments_L))
         status.append(int(state))
     return segments, torch.tensor(status, dtype=torch.long)
@@ -75,7 +76,7 @@ def segment_response(
     `own` (bool): the model's own tokens. A response of `max_response_length` tokens without one of `eos_ids` at the end is cut.
     """
     nothing = np.full(len(ids), Segment.OUTSIDE, dtype=np.int8)
-    if len(ids) >= max_response_length and ids[-1] not in eos_ids:
+    if ids and len(ids) >= max_response_length and ids[-1] not in eos_ids:
         return nothing, Status.TRUNCATED
     if lost.seconds > LOST_SECONDS:
         warn_once(f"failed or slow searches of a batch took {LOST_SECONDS:g} s; its others are not searched")

@@ -4,7 +4,7 @@ The configuration cannot tell, because every new model has new keys. The trial c
 tapped rows, and the logits of a sequence's first tokens with those of the same tokens in a row where no more tokens follow.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -90,7 +90,12 @@ def fault(trial: Reading, changes: Mapping[str, float]) -> str:
     own_NV, tapped_NV = trial.own_NV.float(), trial.tapped_NV.float()
     shape = tapped_NV.shape if trial.fused is None else (len(tapped_NV), 2)
     if trial.embeddings != trial.layout.num_embeddings or own_NV.shape != shape:
-        return "it has not one embedding, hidden state and row of logits for each token"
+        return "is not supported: it has not one embedding, hidden state and row of logits for each token"
+    logits = torch.cat([own_NV.flatten(), tapped_NV.flatten()])
+    # A model may return -inf for tokens that it never writes.
+    if count := int((logits.isnan() | logits.isposinf()).sum()):
+        advice = "are its weights finite, and all of them loaded? In fp16, try bfloat16 or float32"
+        return f"gives outputs that are not finite (NaN or infinity in {count} of {len(logits)} logits): {advice}"
     if trial.fused is None:
         # Logits are made of the same hidden states and weights, and rounded once; the order of float32 sums may differ.
         found = _difference(own_NV, tapped_NV, tapped_NV, 2 * trial.eps + 1e-5)
@@ -106,10 +111,10 @@ def fault(trial: Reading, changes: Mapping[str, float]) -> str:
     if found:
         said = ", ".join(f"{name}={value}" for name, value in changes.items())
         does = f"its logits are not changed as its configuration says ({said})"
-        return f"{does if said else 'it changes its logits after the vocabulary projection'}: {found}"
+        return f"is not supported: {does if said else 'it changes its logits after the vocabulary projection'}: {found}"
     again_NV = tapped_NV[TOKENS:]
     moved = change(again_NV, tapped_NV[: len(again_NV)], trial.eps) if len(again_NV) else ""
-    return moved and f"logits depend on padding, other rows or later tokens: {moved}"
+    return moved and f"is not supported: logits depend on padding, other rows or later tokens: {moved}"
 
 
 def _difference(own: Tensor, want: Tensor, scale: Tensor, allowed: float) -> str:
@@ -117,7 +122,7 @@ def _difference(own: Tensor, want: Tensor, scale: Tensor, allowed: float) -> str
 
     The difference is measured relative to the largest absolute number in `scale`, of any shape.
     """
-    # A model may return -inf for tokens that it never writes. A difference to NaN is NaN, which no number allows.
+    # Equal infinities do not differ.
     difference = torch.where(own == want, 0.0, (own - want).abs())
     largest = scale.nan_to_num(0.0, 0.0, 0.0).abs().max().clamp_min(torch.finfo(torch.float32).tiny)
     figure = (difference.max() / largest).item()
@@ -128,22 +133,24 @@ def check_by_trial(
     model: nn.Module,
     request: Request,
     token_T: Tensor,
-    read: Callable[[list[Tensor]], Reading],
+    read: Callable[[list[Tensor]], Sequence[Reading]],
     max_over_ranks: Callable[[int], int],
 ) -> None:
     """Runs the trial, unless this model object passed one or the importance runs no model.
 
     All ranks that share the model's weights must call this together. `read` takes two sequences, the first tokens of `token_T`,
-    runs the host's model on them, and returns a `Reading` of all tokens. `max_over_ranks` returns a count's maximum over ranks.
-    UnsupportedModelError: names the model's class, what differs, and by how much.
+    runs the host's model on them, and returns a `Reading` of all tokens, and perhaps others. `max_over_ranks` returns a count's
+    maximum over ranks.
+    UnsupportedModelError: names the model's class, what differs, and by how much; or that its outputs are not finite.
     """
     inner = unwrapped(model)
     if inner in _ACCEPTED or not request.importance_object.runs_model:
         return
     sequence = trial_tokens(token_T)
-    found = fault(read([sequence, sequence[: TOKENS // 2]]), logit_changes(getattr(inner, "config", None)))
+    trials, changes = read([sequence, sequence[: TOKENS // 2]]), logit_changes(getattr(inner, "config", None))
+    found = next(filter(None, (fault(trial, changes) for trial in trials)), "")
     if max_over_ranks(int(bool(found))):
-        raise UnsupportedModelError(f"{type(inner).__name__} is not supported: {found or 'another rank says why'}")
+        raise UnsupportedModelError(f"{type(inner).__name__} {found or 'is not supported: another rank says why'}")
     _ACCEPTED.add(inner)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from transformers import Qwen2Config
 
 pytest.importorskip("verl")
 
@@ -132,10 +133,12 @@ def run(monkeypatch):
     monkeypatch.setattr(base, "_compute_score", score)
     monkeypatch.setattr(base, "_run_prompt", prompt)
 
-    def go(server, outputs, validate=False, **oar):
+    def go(server, outputs, validate=False, limits=None, **oar):
         worker = object.__new__(agent_loop.OarAgentLoopWorker)
+        worker.model_config = SimpleNamespace(hf_config=Qwen2Config(max_position_embeddings=128))
         tokenizer = world.make_tokenizer()
-        settings = {"algorithm": {"use_kl_in_reward": False}, "actor_rollout_ref": {"rollout": {"n": len(outputs)}}}
+        rollout = {"n": len(outputs), **(limits or {})}
+        settings = {"algorithm": {"use_kl_in_reward": False}, "actor_rollout_ref": {"rollout": rollout}}
         data = {"max_response_length": world.MAX_RESPONSE_LENGTH}
         worker.config = OmegaConf.create(settings | {"data": data})
         worker._oar = OarConfig.parse({"importance": "oar_p", "perturbation": {"backend": "rollout"}, **oar})
@@ -254,3 +257,11 @@ def test_tokens_that_are_not_the_models_own_are_not_masked(run):
     masked = {t for unit in server.tasks[0].units for t in unit}
     assert masked
     assert masked.isdisjoint(range(5, 9))
+
+
+@pytest.mark.parametrize("limits", [{"response_length": 20}, {"max_model_len": 24}])
+def test_a_response_that_the_engine_cut_is_not_scored(run, limits):
+    cut = output(0, 1.0)  # with a prompt of 4 tokens
+    cut.response_ids, cut.response_mask = cut.response_ids[:20], cut.response_mask[:20]
+    (ours,) = run(Server(), [cut, output(1, 0.0)], limits=limits)[0]
+    assert status_of(ours) is Status.TRUNCATED

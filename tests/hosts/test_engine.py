@@ -86,6 +86,18 @@ def test_a_model_with_other_logits_than_its_configuration_or_its_kernels_say_is_
     assert "use_fused_kernels=True with a bias" in double["biased"]
 
 
+def test_prompt_and_response_together_may_be_cut(single):
+    assert single["lengths"] == [Status.TRUNCATED, Status.SCORED]
+
+
+def test_rows_of_text_are_tried_in_a_class_that_sees_images(single):
+    """Packed rows mix in linear attention without its kernels. Of rows with images the first logits alone are compared."""
+    assert single["seeing"]["full_attention"] == [[Status.SCORED] * 4] * 3
+    *with_text, images_alone = single["seeing"]["linear_attention"]
+    assert all("logits depend on padding, other rows" in said for said in with_text)
+    assert images_alone == [Status.SCORED] * 4
+
+
 @pytest.mark.parametrize("words", ["fisher", "oar_p", "hybrid", "fisher only"])
 def test_a_padded_batch_of_ray_ppo_trainer_gets_the_same_scores(results, words):
     packed, padded = results(f"single packed {words}")[0], results("single to padded")[words]

@@ -29,6 +29,7 @@ from oar_plugin.passes.contexts import ContextPrompts
 from oar_plugin.passes.request import NEEDED, REQUEST, STATUS, WEIGHTS, Request
 from oar_plugin.runs.recipe import compose_recipe
 from oar_plugin.token_credit import TokenCredit
+from tests.asked import GIVEN
 from tests.hosts.answer import answer_of, log_probs_after
 from tests.hosts.engine.world import nested
 from tests.hosts.test_settings import config as plain
@@ -349,3 +350,16 @@ def test_log_probs_may_be_computed_again_before_the_update_and_reference_workers
     one._compute_ref_log_prob(batch)
     assert not [name for name in one.actor_rollout_wg.asked[-1].keys() if name.startswith("oar_")]  # noqa: SIM118
     assert {WEIGHTS, ours.ENTROPY} < {*batch.batch.keys()}
+
+
+@pytest.mark.parametrize("case", GIVEN["rewards"])
+def test_a_bad_reward_trains_as_in_the_host_and_is_told(case, caplog):
+    one = trainer_of()
+    batch, host_BL, metrics = step(one, batch_of(rewards=case["rewards"]))
+    (asked,), (updated,) = one.actor_rollout_wg.asked, one.actor_rollout_wg.updated
+    bad = [place for place, row in enumerate(batch.batch["row"].tolist()) if row in case["bad"]]
+    assert not asked[NEEDED][bad].any()
+    torch.testing.assert_close(updated["advantages"][bad], host_BL[bad], equal_nan=True)
+    assert updated["advantages"].isfinite().all(-1).sum() == 6 - len(bad)
+    assert metrics["oar/fallback/bad_reward"] == metrics["oar/fallback/any"]
+    assert [m for m in caplog.messages if "what does the reward function return?" in m]

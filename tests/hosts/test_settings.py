@@ -20,6 +20,7 @@ from oar_plugin.hosts.verl.fsdp import fused_fault
 from oar_plugin.hosts.verl.hydra_conf import command_line, mentions_oar
 from oar_plugin.hosts.verl.settings import resolve, switched_on
 from oar_plugin.hosts.vllm import versions
+from tests.asked import GIVEN
 from tests.limits import PROCESS_S
 from tests.passes.batch import random_model
 
@@ -55,6 +56,14 @@ def test_the_one_line_is_enough():
     assert not switched_on(config(algorithm__adv_estimator="grpo"))
     assert resolve(config()).importance == "fisher"
     assert resolve(config(**{ACTOR + "strategy": "megatron"})).importance == "fisher"
+
+
+@pytest.mark.parametrize("case", GIVEN["limits"])
+def test_a_response_ends_at_the_first_of_all_limits(case):
+    changes = {ROLLOUT + name: value for name, value in case["rollout"].items()} | {"data__max_response_length": 16}
+    response, total = settings.length_limits(config(**changes))
+    assert [response, total if total < 100 else None] == case["limits"]
+    assert settings.length_limits(config(**changes), 5)[1] == 5 - (case["rollout"].get("name") == "sglang")
 
 
 def assert_refused(changes, parts):

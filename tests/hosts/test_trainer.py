@@ -32,6 +32,7 @@ from oar_plugin.page.record import parse_response
 from oar_plugin.passes.contexts import ContextPrompts
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, STATUS, WEIGHTS, Request
 from oar_plugin.token_credit import TokenCredit
+from tests.asked import GIVEN
 from tests.hosts.answer import answer_of, log_probs_after
 from tests.hosts.engine.world import nested
 
@@ -243,6 +244,23 @@ def test_a_batch_that_fell_back_is_exactly_the_hosts(world):
     assert one.metrics["oar/fallback/no_answer"] == 1.0
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("case", GIVEN["rewards"])
+def test_a_bad_reward_trains_as_in_the_host_and_is_told(world, caplog, case, late):
+    """`late`: all rows are scored before advantages are known, as with KL in the reward."""
+    one, bad = world(rewards=case["rewards"]), case["bad"]
+    if not late:
+        one.trainer._mark_needed_rows(one.batch, {})
+        assert not any(one.needed()[row] for row in bad)
+    one.report_from_actor([Status.SCORED if needed else Status.NOT_NEEDED for needed in one.needed()])
+    got, host = one.credited(), one.host_advantage()
+    assert torch.allclose(got[bad, 0], host[bad, 0], equal_nan=True)
+    assert got.isfinite().all(-1).tolist() == [row not in bad for row in range(6)]
+    matter = sum(row in bad or bool(needed) for row, needed in enumerate(one.needed()))
+    assert one.metrics["oar/fallback/bad_reward"] == one.metrics["oar/fallback/any"] == len(bad) / matter
+    assert [m for m in caplog.messages if "what does the reward function return?" in m]
+
+
 def test_a_run_whose_responses_all_fall_back_says_so(world, caplog):
     one = world()
     one.report_from_actor(Status.NO_ANSWER)
@@ -305,6 +323,7 @@ def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, mo
     one, seen = world(mode, seed=3), []
     trainer = one.trainer
     trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
+    trainer.config.actor_rollout_ref.rollout.max_model_len = 12
 
     def compute(self, batch, metrics):
         seen.append(dict(batch.extra_info))
@@ -322,7 +341,7 @@ def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, mo
         assert REQUEST not in one.batch.extra_info
         (request,) = (info[REQUEST] for info in seen if REQUEST in info)
         assert request["importance_only"] is bypass
-        assert (request["temperature"], request["seed"]) == (0.6, step_seed(3, step))
+        assert (request["temperature"], request["seed"], request["max_length"]) == (0.6, step_seed(3, step), 12)
         assert len(seen) == (2 if bypass else 1)
 
 

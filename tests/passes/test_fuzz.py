@@ -135,7 +135,7 @@ def test_no_response_stops_a_step_and_each_keeps_its_total_or_is_counted(family,
     given |= {"perturbation": {"budget": 2}} if given["importance"] == "hybrid" else {}
     config = OarConfig.parse(given)
     request = Request.of_step(config, 1, max_response_length=300, replacement_token=tokenizer.pad_token_id)
-    rows = [(ids, owned(len(ids), seed), number != 3) for number, ids in enumerate(encoded)]
+    rows = [(ids, owned(len(ids), seed), number != 3, 1) for number, ids in enumerate(encoded)]
 
     segments, status_B = segment_rows(rows, request, token_bytes, {tokenizer.eos_token_id})
     token_BL = pad_sequence([torch.tensor([1, *ids]) for ids in encoded], True)

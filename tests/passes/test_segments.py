@@ -8,7 +8,7 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.passes import segments as module
 from oar_plugin.passes.segments import LostTime, segment_response, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
-from tests.asked import asked
+from tests.asked import GIVEN, asked
 from tests.hosts.engine import world
 from tests.passes.test_tokens import WithoutBackend
 
@@ -32,6 +32,17 @@ def test_a_response_is_cut_into_segments_or_says_why_not(number):
         assert segments.tolist() == world.segments_of(response).tolist()
     else:
         assert (segments == Segment.OUTSIDE).all()
+
+
+@pytest.mark.parametrize("case", GIVEN["cut"])
+def test_a_response_without_an_end_is_cut_where_it_alone_or_with_its_prompt_is_as_long_as_it_may_be(case):
+    limits = {name: value for name, value in case.items() if name.startswith("max")}
+    request, ids = asked(answer_patterns=("hash",), **limits), TOKENIZER("well 3+4 is 7 so\n#### 7")["input_ids"]
+    assert len(ids) == 23
+    ids += [TOKENIZER.eos_token_id] * ("end" in case)
+    row = ids, np.ones(len(ids), dtype=bool), True, 3
+    _, (status,) = segment_rows([row], request, TokenBytes(TOKENIZER), {TOKENIZER.eos_token_id})
+    assert Status(int(status)).name == case["status"]
 
 
 def test_what_is_not_the_models_own_is_never_reasoning():
@@ -64,7 +75,9 @@ SLOW = f"python:{__name__}:slow"
 
 def rows_of(*texts):
     encoded = [TOKENIZER(text)["input_ids"] for text in texts]
-    return [(ids, np.ones(len(ids), dtype=bool), text != "unneeded") for ids, text in zip(encoded, texts, strict=True)]
+    return [
+        (ids, np.ones(len(ids), dtype=bool), text != "unneeded", 3) for ids, text in zip(encoded, texts, strict=True)
+    ]
 
 
 def status_of(rows, patterns=(SLOW,), tokenizer=TOKENIZER):
@@ -110,5 +123,5 @@ class Broken(WithoutBackend):
 
 
 def test_a_tokenizer_that_raises_does_not_stop_a_run():
-    rows = [(ids, np.ones(len(ids), dtype=bool), True) for ids in ([1, 2, 3], [1, 9, 3])]
+    rows = [(ids, np.ones(len(ids), dtype=bool), True, 3) for ids in ([1, 2, 3], [1, 9, 3])]
     assert status_of(rows, ("hash",), Broken()) == ["NO_ANSWER", "SEARCH_FAILED"]

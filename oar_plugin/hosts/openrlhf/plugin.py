@@ -78,7 +78,7 @@ class OarAdvantage:
         reshaped = self._credit.reshape(self._step, advantage_BL, importance_BL, self._segments_BL, self._status_B)
         metrics = {f"oar/{name}": value for name, value in reshaped.metrics.items()}
         rewards = torch.cat([e.info["reward"] for e in experiences]).float()
-        self._credit.watch.see(self._step, metrics, rewards.mean().item())
+        self._credit.watch.see(self._step, metrics, rewards.nanmean().item())
         known = partial(self._known, experiences)
         self._credit.dump(self._batch, reshaped, metrics, self._rows(experiences), known)
         parts = reshaped.advantage_BL.split([len(e.advantages) for e in experiences])
@@ -109,9 +109,10 @@ def _whole(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _has_an_advantage(maker: Any, samples: Sequence[Any]) -> Tensor:
-    """bool `[B]`: the responses whose advantage is not exactly zero, or all of them while there are no rewards."""
+    """bool `[B]`: the responses whose advantage is finite and not exactly zero, or all of them while there are no rewards."""
     if samples[0].rewards is None:
         return torch.cat([s.action_mask.bool().any(-1) for s in samples])
     copies = [replace(s, rewards=s.rewards.clone(), kl=s.action_mask * 0.0, info=dict(s.info)) for s in samples]
     copies = maker.compute_advantages_and_returns(copies)
-    return torch.cat([(copy.advantages * copy.action_mask != 0).any(-1) for copy in copies])
+    advantages = [copy.advantages * copy.action_mask for copy in copies]
+    return torch.cat([(one != 0).any(-1) & one.isfinite().all(-1) for one in advantages])

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.diagnostics import summarize
+from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.passes.contexts import ContextPrompts, Contexts, PromptSource, longest_of
 from oar_plugin.passes.plain import in_eval_mode
 from oar_plugin.passes.request import Request
@@ -104,7 +104,12 @@ class OarGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> Tensor:
         reward_GF: Tensor = super()._calculate_rewards(*arguments, **named)
-        self._reward_G: Tensor = (reward_GF * self.reward_weights.to(reward_GF.device)).nansum(1).cpu()  # for dumps
+        total_G: Tensor = (reward_GF * self.reward_weights.to(reward_GF.device)).nansum(1)
+        # NaN where no function gave a reward: TRL leaves it out. An infinite one spoils all that it is normalised with.
+        self._reward_G = total_G.masked_fill(reward_GF.isnan().all(1), torch.nan).cpu()
+        whole = self.scale_rewards == "batch" or self.multi_objective_aggregation == "normalize_then_sum"
+        infinite_NG = self._reward_G.isinf().view(-1, len(total_G) if whole else self.num_generations)
+        self._bad_G = self._reward_G.isnan() | infinite_NG.any(1, keepdim=True).expand_as(infinite_NG).flatten()
         return reward_GF
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -118,9 +123,16 @@ class OarGRPOTrainer(GRPOTrainer):
             output["completion_mask"].bool(),  # false where TRL masks what was cut off (`mask_truncated_completions`)
             output.get("tool_mask"),
         )
-        request = credit.request(step, self.max_completion_length, self.temperature)
-        needed_B = (output["advantages"] != 0) & batch.response_BL.any(-1)
+        args, asked, longest = self.args, self.args.generation_kwargs or {}, self.max_completion_length
+        longest = min(longest, *(asked.get(name) or longest for name in ("max_tokens", "max_new_tokens")))
+        # vLLM takes the model's positions where it is told nothing; transformers' own generation has no such limit.
+        total = (args.vllm_max_model_length or longest_of(self.model.config)) if args.use_vllm else None
+        request = credit.request(step, longest, self.temperature, max_length=total)
+        first = self.accelerator.process_index * len(inputs)  # row 0 in the batch of all processes
+        bad_B = self._bad_G[first : first + len(inputs)].to(batch.response_BL.device)
+        needed_B = (output["advantages"] != 0) & batch.response_BL.any(-1) & ~bad_B
         segments_BL, status_B = credit.segments(batch, needed_B, request)
+        status_B[bad_B] = int(Status.BAD_REWARD)
         if self.oar.contexts:
             contexts = self._contexts(inputs, output, batch)
             importance_BL = credit.contrast(batch, contexts, segments_BL, status_B, self._log_probs_after)
@@ -130,14 +142,13 @@ class OarGRPOTrainer(GRPOTrainer):
         reshaped = credit.reshape(step, advantage_BL, importance_BL, segments_BL, status_B)
         metrics = self._credit_metrics(reshaped) | {"oar/seconds": time.perf_counter() - started}
 
-        first = self.accelerator.process_index * len(inputs)  # row 0 in the batch of all processes
         rows = (
             (row, str(place // self.num_generations), f"{step}_{place}", self._reward_G[place].item())
             for row, place in enumerate(range(first, first + len(inputs)))
         )
         credit.dump(batch, reshaped, metrics, rows, partial(self._known, inputs, output), gather_object)
         if self.accelerator.is_main_process:
-            credit.watch.see(step, metrics, self._reward_G.mean().item())
+            credit.watch.see(step, metrics, self._reward_G.nanmean().item())
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         return output | {"advantages": reshaped.advantage_BL}

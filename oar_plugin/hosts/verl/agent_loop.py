@@ -28,8 +28,9 @@ from oar_plugin.credit.perturbation import units
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
-from oar_plugin.hosts.verl.settings import resolve
+from oar_plugin.hosts.verl.settings import length_limits, resolve
 from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
+from oar_plugin.passes.contexts import longest_of
 from oar_plugin.passes.request import replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, segment_response
 from oar_plugin.passes.tokens import TokenBytes
@@ -172,7 +173,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 record = replace(record, status=Status.NOT_NEEDED)
             elif not output.multi_modal_data:
                 mask = np.array(output.response_mask, dtype=bool)
-                longest = self.config.data.max_response_length, self._oar.max_answer_tokens
+                response, total = length_limits(self.config, longest_of(self.model_config.hf_config))
+                longest = min(response, total - len(output.prompt_ids)), self._oar.max_answer_tokens
                 if step > self._lost_time[0]:
                     self._lost_time = step, LostTime()
                 found_by = self._finder, self._token_bytes, self._eos_ids, *longest, self._lost_time[1]

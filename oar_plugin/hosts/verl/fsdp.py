@@ -193,13 +193,22 @@ class OarFSDPMixin(ImportancePass):
                 "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
             )
 
-        def read(sequences: list[Tensor]) -> Reading:
-            row_0 = tu.index_select_tensor_dict(data, torch.tensor([0]))
-            if images:  # they need all of their tokens; only the first logits are compared, because a row may be long
-                return self.read(row_0, torch.arange(min(TOKENS, row_0["input_ids"].values().numel())))
-            return self.read(like_first_row(row_0, sequences))
+        # The first row of text, and the first with images; some processors give text the types of its tokens. The trial runs on
+        # what every rank has: ranks must run equal forwards, and verl cannot run some of these models without an image.
+        inputs, rows = tu.get(data, "multi_modal_inputs", [{}] * len(data)), data["input_ids"].unbind()
+        has_images = [any("token_type_ids" not in name for name in one or {}) for one in inputs]
+        text, image = ([*has_images, wanted].index(wanted) for wanted in (False, True))
+        lacks_text, lacks_image = (bool(self.max_over_ranks(int(row == len(rows)))) for row in (text, image))
 
-        check_by_trial(self.module, request, data["input_ids"].values(), read, self.max_over_ranks)
+        def read(sequences: list[Tensor]) -> list[Reading]:
+            trials = [] if lacks_text else [self.read(like_row(data, text, sequences))]
+            if lacks_text or not lacks_image:
+                # Images need all of their tokens. Only the first logits are compared, because a row may be long.
+                row = tu.index_select_tensor_dict(data, torch.tensor([image % len(rows)]))
+                trials.append(self.read(row, torch.arange(min(TOKENS, row["input_ids"].values().numel()))))
+            return trials
+
+        check_by_trial(self.module, request, rows[text % len(rows)], read, self.max_over_ranks)
 
 
 class _CopiesThroughVerl(MaskedCopies):
@@ -215,7 +224,7 @@ class _CopiesThroughVerl(MaskedCopies):
 
     def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None, reduce: Reduce[Result]) -> Result:
         self.tokens += token_KT.numel()
-        micro_batch = like_first_row(self.template, token_KT.unbind())
+        micro_batch = like_row(self.template, 0, token_KT.unbind())
         # The ranks have added up the logits of all rows.
         return reduce(lambda logits_NV: logits_NV, self.engine.read(micro_batch, row_N, rows_only=True).tapped_NV)
 
@@ -234,11 +243,14 @@ def fused_fault(model: Any) -> str:
     return ""
 
 
-def like_first_row(data: TensorDict, sequences: Sequence[Tensor]) -> TensorDict:
-    """A micro-batch of other sequences. verl's other fields are those of the first row: no log-probs are read."""
-    micro_batch = tu.index_select_tensor_dict(data, torch.zeros(len(sequences), dtype=torch.long))
+def like_row(data: TensorDict, row: int, sequences: Sequence[Tensor]) -> TensorDict:
+    """A micro-batch of other sequences, of text. verl's other fields are those of a row: no log-probs are read."""
+    micro_batch = tu.index_select_tensor_dict(data, torch.full((len(sequences),), row))
     micro_batch["input_ids"] = nested(sequences)
-    micro_batch["position_ids"] = nested(torch.arange(len(sequence), device=sequence.device) for sequence in sequences)
+    shape = data["position_ids"].values().shape[:-1]  # with images also time, height and width, equal for text
+    positions = (torch.arange(len(one), device=one.device).expand(*shape, -1).contiguous() for one in sequences)
+    micro_batch["position_ids"] = nested(positions)
+    tu.pop(micro_batch, key="multi_modal_inputs", default=None)
     return micro_batch
 
 

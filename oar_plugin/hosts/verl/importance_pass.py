@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,7 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import largest_divisor, scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
+from oar_plugin.passes.contexts import longest_of
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
 from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, Request, nested
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
@@ -178,8 +180,10 @@ class ImportancePass:
         A search may time out on one rank and succeed on another. These ranks would then run different rows.
         """
         columns = response_rows(data, "responses"), response_rows(data, "response_mask"), data[NEEDED].cpu().unbind()
-        rows = zip(*columns, strict=True)
-        responses = ((ids.tolist(), own.numpy().astype(bool), bool(needed.any())) for ids, own, needed in rows)
+        rows = zip(*columns, data["input_ids"].offsets().diff().tolist(), strict=True)
+        responses = ((x.tolist(), own.numpy().astype(bool), bool(n.any()), total - len(x)) for x, own, n, total in rows)
+        # Without `rollout.max_model_len`, verl's engines take the model's positions. SGLang leaves the last one free.
+        request = replace(request, max_length=min(request.max_length, longest_of(self.model_config.hf_config) - 1))
         segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
         failed_B = (status_B == Status.SEARCH_FAILED).to(get_device_id(), torch.int32)
         for row in self._sum_over_sharing_ranks(failed_B).nonzero()[:, 0].tolist():

@@ -26,6 +26,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.estimator import rewarded
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, credit_metrics, no_importance, signs
@@ -169,12 +170,13 @@ class OarRayTrainer(TrainerCredit):
         fields = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
         entropy_BL, advantage_BL = fields.pop(ENTROPY, None), batch.batch["advantages"]
         # A trainer of one's own may change rewards after the rows were chosen. Less is what rounding leaves of equal rewards.
-        largest_B1 = torch.maximum(advantage_BL.amax(-1, keepdim=True), -advantage_BL.amin(-1, keepdim=True))
+        largest_B1 = advantage_BL.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
         late_B1 = (fields[STATUS] == Status.NOT_NEEDED) & (largest_B1 > LATE * largest_B1.max())
         if self.oar.contexts:  # with the other sign, other tokens would have scored
             turned_B1 = (fields[STATUS] == Status.SCORED) & (fields[NEEDED] * signs(advantage_BL)[:, None] < 0)
             fields[WEIGHTS], late_B1 = fields[WEIGHTS].masked_fill(turned_B1, 1.0), late_B1 | turned_B1
-        fields[STATUS] = fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED)
+        fields[STATUS] = rewarded(fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED), advantage_BL[:, None])
+        fields[WEIGHTS] = fields[WEIGHTS].masked_fill(fields[STATUS] == Status.BAD_REWARD, 1.0)
         status_B = fields[STATUS][:, 0]
         metrics.update(credit_metrics(fields[MEASURES], status_B))
         OarRayTrainer.unused = 0
@@ -187,7 +189,7 @@ class OarRayTrainer(TrainerCredit):
         held = padded_batch(self.global_steps, batch, status_B, shown)
         metrics.update(answer_mismatch(self.tokenizer, held) | show(self._credit, held, {}))
         batch.batch["advantages"] = weighted_BL
-        reward = batch.batch["token_level_scores"].sum(-1).mean().item()
+        reward = batch.batch["token_level_scores"].sum(-1).nanmean().item()
         self._credit.watch.see(self.global_steps, metrics, reward)
         result = super()._update_actor(batch)  # type: ignore[misc]
         batch.meta_info = {**batch.meta_info, RESHAPED: True}  # a new one: the parts of a split batch share theirs

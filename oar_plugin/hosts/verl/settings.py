@@ -1,6 +1,7 @@
 """Whether a verl configuration switches OAR on, and whether OAR supports it. Checked once, at the start of a run."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -111,6 +112,15 @@ def trainer_of(config: DictConfig) -> str:
     if not OmegaConf.select(config, "trainer.use_v1") or OmegaConf.select(config, "rollout") is not None:
         return RAY_TRAINER
     return str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
+
+
+def length_limits(config: DictConfig, positions: int = sys.maxsize) -> tuple[int, int]:
+    """Most tokens of a response, and of prompt and response together, that verl's engines make; `positions`: the model's."""
+    rollout, engines = config.actor_rollout_ref.rollout, ("vllm.max_model_len", "sglang.context_length")
+    keys = "prompt_length", "response_length", "max_model_len", *(f"engine_kwargs.{key}" for key in engines)
+    prompt, response, *rooms = (OmegaConf.select(rollout, key) or sys.maxsize for key in keys)
+    room = min(positions, *rooms) - (rollout.get("name") == "sglang")  # which leaves the last position free
+    return min(response, config.data.max_response_length), min(prompt + response, room)
 
 
 def parsed(algorithm: DictConfig) -> OarConfig:

@@ -24,6 +24,7 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.debug import marked_timer
 
+from oar_plugin.estimator import rewarded
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
@@ -189,10 +190,12 @@ class OarTrainerMixin(TrainerCredit):
             else:
                 weights, status_B, by_actor_B = data[WEIGHTS], data[STATUS].values(), torch.ones_like(asked_B)
                 measure_B4 = data[MEASURES].values().view(len(status_B), -1)
+            own_B, advantage_BL = ~_padding_rows(batch), data["advantages"].to_padded_tensor(0.0)
+            status_B = torch.where(own_B, rewarded(status_B, advantage_BL), status_B)
             metrics.update(credit_metrics(measure_B4, status_B))
             if not getattr(self, "local_trigger_step", 0):  # of a step with several batches, the first
-                reward = data["rm_scores"].values().sum().item() / int((~_padding_rows(batch)).sum())
-                self._credit.watch.see(self.global_steps, metrics, reward)
+                reward_B = data["rm_scores"].to_padded_tensor(0.0).sum(-1)[own_B]
+                self._credit.watch.see(self.global_steps, metrics, reward_B.nanmean().item())
             advantages = weighted(data["advantages"], weights)
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
@@ -220,7 +223,9 @@ def weighted(advantages: Any, weights: Any) -> torch.Tensor:
             "the actor's weights and verl's advantages differ in length: "
             "verl changed the responses after importance was computed"
         )
-    return torch.nested.nested_tensor_from_jagged(advantages.values() * weights.values(), advantages.offsets())
+    host_T = advantages.values()
+    product_T = torch.where(host_T.isfinite(), host_T * weights.values(), host_T)  # a bad reward's stays the host's
+    return torch.nested.nested_tensor_from_jagged(product_T, advantages.offsets())
 
 
 def lost_responses(keys: Sequence[str], each: int) -> float:

@@ -21,7 +21,7 @@ from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import balanced_partitions, largest_divisor
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
-from oar_plugin.hosts.verl.settings import STRATEGIES
+from oar_plugin.hosts.verl.settings import STRATEGIES, length_limits
 from oar_plugin.hosts.verl.viewer import QueuedBatch
 from oar_plugin.passes.contexts import ContextPrompts, PromptSource, longest_of
 from oar_plugin.passes.request import SEGMENTS, nested
@@ -143,14 +143,15 @@ class TrainerCredit:
         return [row[-len(response) - 1 : -1] for row, response in zip(log_probs.unbind(), responses, strict=True)]
 
     def _request(self, importance_only: bool) -> dict[str, Any]:
-        longest, temperature = self.config.data.max_response_length, self.config.actor_rollout_ref.rollout.temperature
-        return self._credit.request(self.global_steps, longest, temperature, importance_only).to_dict()
+        (response, total), temperature = length_limits(self.config), self.config.actor_rollout_ref.rollout.temperature
+        return self._credit.request(self.global_steps, response, temperature, importance_only, total).to_dict()
 
 
 def signs(advantage_BL: Tensor) -> Tensor:
-    """Returns the sign of each row's advantage, int64 `[B]`; 0 if it is zero at every token."""
+    """Returns the sign of each row's advantage, int64 `[B]`; 0 if it is zero at every token, or NaN or infinite at one."""
     least_B, most_B = advantage_BL.aminmax(dim=-1)  # one pass: the driver does this for all ranks
-    return torch.where(most_B >= -least_B, 1, -1) * ((least_B != 0) | (most_B != 0))
+    finite_B = least_B.isfinite() & most_B.isfinite()
+    return torch.where(most_B >= -least_B, 1, -1) * (finite_B & ((least_B != 0) | (most_B != 0)))
 
 
 def credit_metrics(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:

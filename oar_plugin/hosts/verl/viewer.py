@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
 
+from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
@@ -126,6 +127,7 @@ def _read(credit: TokenCredit, batch: QueuedBatch, rows: list[int]) -> tuple[Pad
     response_BL = pad_sequence([torch.ones_like(row) for row in columns["responses"]], batch_first=True).bool()
     own_BL = padded("response_mask").bool() if "response_mask" in columns else None
     advantage_BL, importance_BL, segments_BL, weight_BL = map(padded, CREDIT)
+    weight_BL[batch.status_B[rows] == Status.BAD_REWARD] = 1.0  # it may have been scored before its advantage was known
     credited = CreditedBatch(batch.step, advantage_BL, importance_BL, segments_BL, weight_BL, batch.status_B[rows])
     return PaddedBatch(padded("responses"), response_BL, response_BL, own_BL), credited, known
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -31,7 +32,7 @@ from oar_plugin.credit.importance.base import Rows
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.hosts.verl.ray_trainer import _Asking
 from oar_plugin.passes import rows as rows_module
-from oar_plugin.passes.request import FIELDS, NEEDED, REQUEST
+from oar_plugin.passes.request import FIELDS, NEEDED, REQUEST, STATUS
 from tests.asked import asked
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import differences
@@ -39,6 +40,7 @@ from tests.processes import worker
 from verl_cpu import ulysses
 
 EVERY = list(range(8))
+IMAGES = [False] * 4, [False, True, True, False], [True] * 4
 MICRO_BATCHES_SCORED = 2  # of `EVERY`, two rows each
 UNEVEN = [[0, 1, 3, 2], [4, 5, 6, 7]]  # data parallel: rank 0 has three rows to score, rank 1 one
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -194,7 +196,7 @@ def ready(engine: Any, *how: Any) -> TensorDict:
 def request_of(only: bool = False, **request: Any) -> dict[str, Any]:
     defaults = {"importance": "fisher", "answer_patterns": ("hash",), "sigma": world.SIGMA}
     limits = {"max_response_length": world.MAX_RESPONSE_LENGTH, "temperature": world.TEMPERATURE}
-    return asked(**limits, **defaults | {"importance_only": only, **request}).to_dict()
+    return asked(**limits | defaults | {"importance_only": only, **request}).to_dict()
 
 
 def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
@@ -345,6 +347,25 @@ def refused(engine: Any) -> str:
     return ""
 
 
+def seeing(folder: str, layer: str, images: list[bool]) -> list[int] | str:
+    """Statuses of responses by a model that sees images, which some rows have; or what is said of the model."""
+    world.make_vision_model(Path(folder, layer), layer, "full_attention")
+    engine, data = build(str(Path(folder, layer))), batch([0, 1, 3, 4])
+    ids = data["input_ids"].unbind()
+    for row in (row for row, one in zip(ids, images, strict=True) if one):
+        row[0] = 255
+    data["input_ids"] = world.nested(ids)
+    data["position_ids"] = world.nested(torch.arange(len(row)).expand(4, -1).contiguous() for row in ids)
+    image = {"pixel_values": torch.ones(4, 1536), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    tu.assign_non_tensor_stack(data, "multi_modal_inputs", [image if one else {} for one in images])
+    tu.assign_non_tensor_data(data, REQUEST, request_of())
+    try:
+        with engine.eval_mode():
+            return engine.infer_batch(data)["model_output"][STATUS].values().tolist()
+    except ValueError as error:
+        return str(error)
+
+
 def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Callable[..., Any] = run) -> dict[str, Any]:
     """The results of these requests on this rank; the rows are split among ranks or not."""
     rows = UNEVEN[engine.get_data_parallel_rank()] if split else EVERY
@@ -366,6 +387,11 @@ def single(folder: str) -> dict[str, Any]:
     again = {layout: recomputed(engines[layout]) for layout in ("packed", "checkpointing", "activations")}
     fresh = {layout: behind(folder, layout, partial(run, first=True))[0] for layout in ("bf16", "fsdp1", "lora")}
     out |= {"out of memory": starved, "recomputed": again, "behind a pass": fresh}
+    # The response of row 6 has 40 tokens and no end, its prompt has 2.
+    cut = partial(run, engines["packed"], [6, 7], max_response_length=41)
+    out["lengths"] = [cut(max_length=most)[STATUS][0].item() for most in (42, 43)]
+    layers = "full_attention", "linear_attention"
+    out["seeing"] = {name: [seeing(folder, name, images) for images in IMAGES] for name in layers}
     out["no way back"] = out_of_memory(build(folder, **LAYOUTS["fsdp1"]))
     out["to padded"] = {
         words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "hybrid", "fisher only")

@@ -15,6 +15,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 from benchmarks.tiny import words
@@ -68,6 +70,18 @@ def make_model(folder: Path, kind: type[PreTrainedConfig] = Qwen2Config, **confi
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     new_model(tokenizer, kind, **config).save_pretrained(folder)
+
+
+def make_vision_model(folder: Path, *layer_types: str) -> None:
+    """A random Qwen3.5 that sees images, of one token 255 each."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64}
+    text = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(make_tokenizer())}
+    text |= {"layer_types": [*layer_types], "num_hidden_layers": len(layer_types), "initializer_range": 0.3}
+    vision = sizes | {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
+    torch.manual_seed(0)
+    config = Qwen3_5Config(text_config=sizes | text, vision_config=vision, image_token_id=255)
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
 
 
 def new_model(

@@ -1,6 +1,7 @@
 """OpenRLHF's own code, patched by `oar patch`, with OAR: log-probs as without, advantages by the front door's credit."""
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -197,6 +198,17 @@ def test_with_unknown_advantages_every_response_is_scored(patched, folder):
     assert Status.NOT_NEEDED not in made.advantage_plugin._status_B.tolist()
 
 
+def test_a_bad_reward_leaves_its_group_as_openrlhf_has_it(plain, patched, folder):
+    def unrewarded(samples):
+        samples[1].rewards[0] = torch.nan
+
+    want, _ = experiences_of(plain, folder, change=unrewarded)
+    got, made = experiences_of(patched, folder, *plugin_words(), change=unrewarded)
+    assert all(map(partial(torch.allclose, equal_nan=True), rows(got)[:4], rows(want)[:4]))
+    assert got[0].info["oar/fallback/bad_reward"][0].item() == pytest.approx(4 / 8)
+    assert made.advantage_plugin._status_B[:4].eq(Status.NOT_NEEDED).all(), "nothing is computed for them"
+
+
 def test_other_experiences_than_those_of_the_step_are_refused(patched, folder):
     """Segments and statuses of the step are kept between the calls, and would be taken for those of other responses."""
     experiences, made = experiences_of(patched, folder, *plugin_words())
@@ -265,6 +277,7 @@ def test_parts_are_filled_by_length(lengths, most, parts):
         ([], {"base_estimator": "rloo"}, "_args.base_estimator=rloo: "),
         ([], {"importence": "fisher"}, "_args.importence='fisher': unknown key; did you mean"),
         ([], {"tau": 2}, "--algo.advantage.plugin_args.tau=2: "),
+        ([], {"answer_patterns": ["x"]}, "--algo.advantage.plugin_args.answer_patterns[0]='x': "),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_runs(patched, folder, words, settings, message):

@@ -1,5 +1,6 @@
 """What a run shows: metrics in TRL's log, and files for `oar inspect`."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ from oar_plugin.cli.main import main
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.trl import OarGRPOTrainer
 from oar_plugin.page.sources import read
+from tests.asked import GIVEN
 from tests.hosts.trl import tiny
-from tests.hosts.trl.watched import watched
+from tests.hosts.trl.watched import Watched, watched
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +87,33 @@ def test_an_evaluation_scores_nothing(tmp_path):
     found = made.evaluate(tiny.data(tiny.PROMPTS, 4))
     assert "eval_loss" in found
     assert not any(name.startswith("eval_oar/") for name in found)
+
+
+@pytest.mark.parametrize("case", GIVEN["trl"])
+def test_a_completion_without_a_finite_reward_is_neither_right_nor_wrong(tmp_path, monkeypatch, caplog, case):
+    monkeypatch.setattr(tiny, "paid", lambda completions, **_: case["rewards"])
+    monkeypatch.setattr(tiny, "SIBLINGS", tiny.SIBLINGS[:3] + tiny.SIBLINGS[:1])
+    trainer = watched(tmp_path, {"dump": {"dir": "credit"}}, max_steps=1)
+    (seen,) = trainer.seen
+    assert (seen.status_B == Status.BAD_REWARD).nonzero()[:, 0].tolist() == case["bad"]
+    assert (seen.status_B == Status.SCORED).nonzero()[:, 0].tolist() == case["scored"]
+    assert seen.output["advantages"][case["bad"], 0].equal(seen.plain_B[case["bad"]])
+    matter = len(case["bad"] + case["scored"])
+    assert tiny.logged(trainer, "oar/fallback/bad_reward") == [len(case["bad"]) / matter]
+    given = [None if value is None or not math.isfinite(value) else value >= 0.5 for value in case["rewards"]]
+    assert [response.right for response in read([tmp_path / "credit"]).items] == given
+    assert [m for m in caplog.messages if "what does the reward function return?" in m]
+    assert main(["inspect", str(tmp_path / "credit"), "--out", str(tmp_path / "page.html")]) == 0
+
+
+@pytest.mark.parametrize("case", GIVEN["trl_limits"])
+def test_a_completion_that_any_limit_of_the_engine_cut_is_truncated(tmp_path, case):
+    def rollout(prompts, trainer):
+        completions = [tiny.ids(" 3 and 4 we see 7 #### 5")] * 2 + [tiny.ids(" so 4 #### 4<eos>")] * 2
+        return {"prompt_ids": [tiny.ids(p) for p in prompts], "completion_ids": completions, "logprobs": None}
+
+    trainer = tiny.make(Watched, tmp_path, oar={}, rollout=rollout, max_steps=1)
+    for name, value in case.get("args", {}).items():  # set on a finished trainer: TRL itself would start vLLM
+        setattr(trainer.args, name, value)
+    trainer.train()
+    assert trainer.seen[0].status_B.tolist() == [Status[case["status"]]] * 2 + [Status.SCORED] * 2
