@@ -65,8 +65,8 @@ setup(
     ],
     python_requires=">=3.10,<3.13",
     cmdclass={"build_py": BuildPy},
-    packages=[*find_packages(include=["oar_plugin", "oar_plugin.*"]), "oar_plugin.recipes", "oar_plugin.patches"],
-    package_dir={"oar_plugin.recipes": "recipes", "oar_plugin.patches": "patches"},
+    packages=[*find_packages(include=["oar_plugin", "oar_plugin.*"]), "oar_plugin.recipes"],
+    package_dir={"oar_plugin.recipes": "recipes"},
     package_data={
         "oar_plugin": [
             "py.typed",
@@ -79,7 +79,6 @@ setup(
             "runs/plan/*.json",
             "runs/plan/*.yaml",
         ],
-        "oar_plugin.patches": ["*.patch"],
         "oar_plugin.recipes": [
             "*.md",
             "cluster/*",

@@ -77,7 +77,6 @@ def test_it_holds_the_package_and_the_recipes_alone(wheel):
     recipes = {path.parent.name for path in CHECKOUT.glob("recipes/*/recipe.yaml")}
     wanted = {f"oar_plugin/recipes/{name}/{file}" for name in recipes for file in ("recipe.yaml", "oar.yaml", "run.sh")}
     wanted |= {f"oar_plugin/{file.relative_to(CHECKOUT)}" for file in CHECKOUT.glob("recipes/cluster/*")}
-    wanted |= {f"oar_plugin/{file.relative_to(CHECKOUT)}" for file in CHECKOUT.glob("patches/*.patch")}
     wanted |= {str(file.relative_to(CHECKOUT)) for file in tracked("oar_plugin/*")}
     assert wanted <= set(names)
     assert not [name for name in names if name.startswith("oar_plugin/recipes/") and name.endswith(".py")]

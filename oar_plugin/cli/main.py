@@ -19,7 +19,6 @@ COMMANDS = {
     "launch": "run a recipe: on this machine, on bare nodes, under SLURM or on Kubernetes",
     "eval": "grade checkpoints on benchmarks: avg@k, pass@k and maj@k with standard errors, one table for several runs",
     "inspect": "show the responses that a run dumped, each token shaded by its weight",
-    "patch": "add a hook to an installed host that has none (OpenRLHF), or remove it again",
 }
 
 

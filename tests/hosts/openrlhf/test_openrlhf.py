@@ -1,7 +1,9 @@
-"""OpenRLHF's own code, patched by `oar patch`, with OAR: log-probs as without, advantages by the front door's credit."""
+"""OpenRLHF's own code, patched, with OAR: log-probs as without, advantages by the front door's credit."""
 
 import json
+import subprocess
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import oar_plugin
-from oar_plugin.cli.main import main
 from oar_plugin.config import OarConfigError
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.openrlhf import OarAdvantage
@@ -41,7 +42,8 @@ def plain(tmp_path_factory):
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory):
     site = host.unpack(tmp_path_factory.mktemp("patched"))
-    assert main(["patch", "openrlhf", "--path", str(site)]) == 0
+    patch = Path(__file__).parents[3] / "patches" / f"openrlhf-{host.VERSION}.patch"
+    subprocess.run(["git", "apply", str(patch)], cwd=site, check=True)  # outside of a repository, as `patch` would
     return host.Host(site)
 
 
