@@ -119,6 +119,5 @@ def test_every_command_finds_what_it_needs(oar):
     script = oar("launch", "qwen2_5_14b_deepmath", "--on", "slurm", "--dry-run", OAR_CHECKPOINTS="/shared/c")
     assert "#SBATCH --nodes=2" in script
     assert "oar_plugin/recipes/qwen2_5_14b_deepmath" in script
-    assert "{openrlhf}" in oar("patch", "--help")
     write_dump(oar.folder, 3)
     assert "1 responses of steps 3" in oar("inspect", ".")

@@ -272,7 +272,7 @@ ANSWERS = st.text(alphabet="019abxé五🙂", min_size=1, max_size=8)
 FRAMES = [
     ("\\boxed{", "{}", "}"),
     ("$\\boxed{", "\\text{{{}}}", "}$."),
-    ("#### ", "{}", "\n"),
+    ("#### ", "={}", "\n"),  # words before more text would be a heading
     ("<answer>", "{}", "</answer>"),
     ("<answer>\\boxed{", "{}", "}</answer>"),
     ("; the answer is ", "{}", ".\n"),
