@@ -168,9 +168,9 @@ def importance(
     for row, (ids_L, own_L) in enumerate(rows):
         fault = "there is no token before it, from which its first token could be predicted"
         _check(len(own_L) > 0 and not own_L[0], f"response {row}", fault)
-        outside = ids_L[(ids_L < 0) | (ids_L >= size)].tolist()[:1]
-        fault = f"the model has 0 to {size - 1}; use its own tokenizer, and mask padding"
-        _check(not outside, f"response {row} or its prompt: token id {outside}", fault)
+        if outside := ids_L[(ids_L < 0) | (ids_L >= size)].tolist():
+            which = f"token id {outside[0]} in response {row} or its prompt"
+            raise ValueError(f"{which}: the model has 0 to {size - 1}; use its own tokenizer, and mask padding")
     contexts = _contexts(credit, model, prompts, truths, advantages, rows, segments)
     token_BL, own_BL = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
     mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
@@ -244,14 +244,10 @@ def _tokenized(
         if tokenizer is None:
             raise ValueError("prompts and responses are texts: give the model's tokenizer")
         if half := re.search(r"(?<!\\)(?:\\\\)*(\\ud[89a-f]..)", repr(given)):  # tokenizers take none
-            raise ValueError(
-                f"{name}: {half[1]} is half of a character; text.encode(errors='replace').decode() mends it"
-            )
-        if chat:
-            has_template = bool(getattr(tokenizer, "chat_template", True))  # Mistral's own has chats, but no template
-            _check(has_template, "a prompt is a chat", "the tokenizer has no chat_template")
+            raise ValueError(f"{name}: {half[1]} is half a character; text.encode(errors='replace').decode() mends it")
+        if chat:  # ValueError: the tokenizer has no chat template. Mistral's own needs none.
             return torch.tensor(tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=False))
-        bos_token = getattr(tokenizer, "bos_token", None)
+        bos_token = getattr(tokenizer, "bos_token", None)  # the text of a chat begins with it
         special = prompt and not (bos_token and given.startswith(bos_token))
         return torch.tensor(tokenizer(given, add_special_tokens=special)["input_ids"], dtype=torch.long)
 

@@ -17,6 +17,7 @@ _BYTES = {chr(byte): byte for byte in range(256)} | {chr(256 + n): byte for n, b
 _LOST = "\N{REPLACEMENT CHARACTER}"  # what `decode` shows in place of bytes that are no character
 # White space and such bytes (U+DC80 to U+DCFF with `surrogateescape`), which may show in one context and not in another.
 _LOOSE, _FIRM = re.compile(rf"[\s{_LOST}\udc80-\udcff]+"), re.compile(rf"[^\s{_LOST}\udc80-\udcff]")
+_SPACE, _LOST_AHEAD = re.compile(r"\s"), re.compile(rf"\s{{0,4}}{_LOST}")
 _CONTEXT = 4  # units of tokens that are decoded before others, since their text may change that of the next ones
 
 _warn_once = functools.cache(logging.getLogger(__name__).warning)
@@ -72,12 +73,12 @@ class TokenBytes:
     def _known(self, token_id: int) -> tuple[str, bytes | None]:
         """The name of a token, and its bytes after other tokens; None if it has no text."""
         try:
-            name = None if token_id < 0 else self._tokenizer.convert_ids_to_tokens(token_id)
-        except (LookupError, OverflowError, TypeError, ValueError):  # by its kind, outside the vocabulary
-            name = None
-        if name is None or token_id in self.special:
-            return str(name), None
-        once, twice = self._decode([token_id]), self._decode([token_id, token_id])
+            name = self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < 2**31 else None
+            if name is None or token_id in self.special:
+                return str(name), None
+            once, twice = self._decode([token_id]), self._decode([token_id, token_id])
+        except (LookupError, ValueError):  # of tokenizers in pure Python, outside the vocabulary
+            return "None", None
         spelled, byte = self._spelling(token_id), _BYTE_TOKEN.fullmatch(str(name))
         if byte or not twice or _LOST in twice:
             if isinstance(spelled, str):  # 0 for a character that stands for no byte: then `decode` does not agree
@@ -129,7 +130,7 @@ def _split(text: str, guesses: list[str]) -> Iterator[str]:
         for character in guess:
             if not _LOOSE.match(character):
                 end = next(firm)
-            elif end < len(text) and (text[end].isspace() if character.isspace() else text[end] == _LOST):
-                end += 1
+            elif shown := (_SPACE if character.isspace() else _LOST_AHEAD).match(text, end):
+                end = shown.end()
         yield text[begin:end]
     yield text[end:]
