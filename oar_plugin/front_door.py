@@ -4,6 +4,7 @@ It uses the hosts' code: with the same settings and training step it returns the
 """
 
 import html
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,20 +135,20 @@ def importance(
         _check(value > 0, f"{name}={value!r}", "must be above 0")
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise ValueError("model: it was loaded in torch.inference_mode(), and has no gradients; load it outside of it")
-    padding = model.config if tokenizer is None else None
+    config: Any = model.config
+    padding = config if tokenizer is None else None
     credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding, contexts=True)
     request = credit.request(step, temperature=temperature, importance_only=True)
     if input_ids is None:
         rows = _tokenized(prompts, responses, tokenizer)
         segments_BL = None if segments is None else torch.as_tensor(segments).cpu()
     else:
+        input_ids = _token_ids("input_ids", input_ids, 2, "must be [B, T], token ids; for one response input_ids[None]")
         # Clones: tensors made in inference mode cannot be saved for a backward.
-        input_ids, response_mask, attention_mask, segments = (
+        response_mask, attention_mask, segments = (
             None if given is None else torch.as_tensor(given).cpu().clone()
-            for given in (input_ids, response_mask, attention_mask, segments)
+            for given in (response_mask, attention_mask, segments)
         )
-        assert input_ids is not None
-        _check(input_ids.dim() == 2, _shape("input_ids", input_ids), "must be [B, T]; for one response input_ids[None]")
         _check(len(input_ids) > 0, _shape("input_ids", input_ids), "holds no response")
         if response_mask is None:
             raise ValueError("input_ids need a response_mask [B, T]; or give prompts and responses")
@@ -163,9 +164,13 @@ def importance(
             _check(same, _shape(name, given), f"must be {tuple(input_ids.shape)}, as input_ids")
         rows = list(zip(_unpadded(input_ids, mask_BT), _unpadded(response_mask.bool(), mask_BT), strict=True))
         segments_BL = None if segments is None else pad_sequence(_unpadded(segments, mask_BT), True)
-    for row, (_, own_L) in enumerate(rows):
+    size = getattr(config.get_text_config(), "vocab_size", 2**62)
+    for row, (ids_L, own_L) in enumerate(rows):
         fault = "there is no token before it, from which its first token could be predicted"
         _check(len(own_L) > 0 and not own_L[0], f"response {row}", fault)
+        if outside := ids_L[(ids_L < 0) | (ids_L >= size)].tolist():
+            which = f"token id {outside[0]} in response {row} or its prompt"
+            raise ValueError(f"{which}: the model has 0 to {size - 1}; use its own tokenizer, and mask padding")
     contexts = _contexts(credit, model, prompts, truths, advantages, rows, segments)
     token_BL, own_BL = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
     mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
@@ -231,27 +236,35 @@ def _tokenized(
         raise ValueError("give prompts and as many responses, or input_ids with a response_mask")
     _check(len(prompts) > 0, "prompts=[]", "holds no response")
 
-    def ids(text: Any, special: bool) -> Tensor:
-        chat = isinstance(text, Sequence) and len(text) > 0 and isinstance(text[0], Mapping)
-        _check(not isinstance(text, Mapping), f"{text!r:.60}", "a prompt is a text, a list of messages, or token ids")
-        _check(special or not chat, f"responses: {text!r:.60}", "a response is a text or token ids")
-        if not (chat or isinstance(text, str)):
-            ids_L = torch.as_tensor(text, dtype=torch.long).cpu()
-            _check(ids_L.dim() == 1, _shape("token ids", ids_L), "must be [L], one prompt or response")
-            return ids_L
+    def ids(name: str, given: Any) -> Tensor:
+        prompt = name.startswith("prompts")
+        chat = prompt and isinstance(given, Sequence) and len(given) > 0 and isinstance(given[0], Mapping)
+        if not (chat or isinstance(given, str)):
+            return _token_ids(name, given, 1, f"must be a text,{' a list of messages,' * prompt} or token ids [L]")
         if tokenizer is None:
             raise ValueError("prompts and responses are texts: give the model's tokenizer")
-        if chat:
-            has_template = bool(getattr(tokenizer, "chat_template", None))
-            _check(has_template, "a prompt is a chat", "the tokenizer has no chat_template")
-            text, special = tokenizer.apply_chat_template(text, add_generation_prompt=True, tokenize=False), False
-        # A chat template writes the token that begins a sequence into the text.
-        bos_token = getattr(tokenizer, "bos_token", None)
-        special = special and not (bos_token and text.startswith(bos_token))
-        return torch.tensor(tokenizer(text, add_special_tokens=special)["input_ids"], dtype=torch.long)
+        if half := re.search(r"(?<!\\)(?:\\\\)*(\\ud[89a-f]..)", repr(given)):  # tokenizers take none
+            raise ValueError(f"{name}: {half[1]} is half a character; text.encode(errors='replace').decode() mends it")
+        if chat:  # ValueError: the tokenizer has no chat template. Mistral's own needs none.
+            return torch.tensor(tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=False))
+        bos_token = getattr(tokenizer, "bos_token", None)  # the text of a chat begins with it
+        special = prompt and not (bos_token and given.startswith(bos_token))
+        return torch.tensor(tokenizer(given, add_special_tokens=special)["input_ids"], dtype=torch.long)
 
-    pairs = [(ids(prompt, True), ids(response, False)) for prompt, response in zip(prompts, responses, strict=True)]
-    return [(torch.cat([p, r]), torch.arange(len(p) + len(r)) >= len(p)) for p, r in pairs]
+    begins = [ids(f"prompts[{row}]", prompt) for row, prompt in enumerate(prompts)]
+    ends = [ids(f"responses[{row}]", response) for row, response in enumerate(responses)]
+    return [(torch.cat([p, r]), torch.arange(len(p) + len(r)) >= len(p)) for p, r in zip(begins, ends, strict=True)]
+
+
+def _token_ids(name: str, given: Any, dim: int, wanted: str) -> Tensor:
+    """Int64 on the CPU, not the caller's. ValueError: these are no whole numbers, or have not `dim` dimensions."""
+    try:
+        ids = torch.as_tensor(given).cpu()
+        fits = ids.dim() == dim and (torch.can_cast(ids.dtype, torch.long) or ids.numel() == 0)
+    except (TypeError, ValueError, RuntimeError):  # None, texts, rows of several lengths
+        fits = False
+    _check(fits, f"{name}={given!r:.60}", wanted)
+    return ids.long().clone()
 
 
 def _contexts(

@@ -140,6 +140,7 @@ ONES = torch.ones(1, 3, dtype=torch.long)
 MASKS = {"response_mask": torch.tensor([[0, 1, 1]]), "attention_mask": ONES}
 SEGMENTS = torch.tensor([[0, 1, 3]])
 CHAT = [{"role": "user", "content": "3+4?"}]
+NO_RESPONSES = [None, 5, 0.5, b"a", {1}, [1, None], ["a"], [1.5], [[1], [2, 3]], [2**70]]
 TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
 
 
@@ -153,7 +154,12 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         ({"input_ids": ONES, "response_mask": ONES}, "attention_mask"),
         ({"importance": "fishr"}, r"oar_plugin.importance.importance='fishr'.*allowed: fisher"),
         ({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, "no rollout engines here"),
-        ({"input_ids": ONES[0], **MASKS}, r"input_ids of shape \(3,\): must be \[B, T\].*input_ids\[None\]"),
+        ({"input_ids": ONES[0], **MASKS}, r"input_ids=tensor.*: must be \[B, T\].*input_ids\[None\]"),
+        ({"input_ids": [[1, None, 2]], **MASKS}, r"input_ids=\[\[1, None, 2\]\]: must be \[B, T\], token ids"),
+        (
+            {"input_ids": 10**9 * ONES, **MASKS, "tokenizer": TOKENIZER},
+            "token id 1000000000 in response 0 or its prompt: the model has 0 to",
+        ),
         ({"input_ids": ONES[:0], **MASKS}, "holds no response"),
         (
             {"input_ids": ONES, **MASKS | {"attention_mask": ONES[:, 1:]}},
@@ -164,9 +170,13 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         ({"input_ids": ONES, **MASKS, "segments": SEGMENTS * 9}, r"segments hold \[9\]: allowed: OUTSIDE 0.*ANSWER 3"),
         (TEXTS | {"prompts": "a"}, r"prompts='a': must be a list; for one response prompts=\[...\]"),
         (TEXTS | {"prompts": TOKENIZER(["a"])}, "prompts={.*must be a list"),
-        (TEXTS | {"prompts": CHAT}, "a prompt is a text, a list of messages, or token ids"),
-        (TEXTS | {"prompts": [ONES]}, r"token ids of shape \(1, 3\): must be \[L\]"),
-        (TEXTS | {"responses": [CHAT]}, "responses: .*: a response is a text or token ids"),
+        (TEXTS | {"prompts": CHAT}, r"prompts\[0\]=.*: must be a text, a list of messages, or token ids"),
+        (TEXTS | {"prompts": [ONES]}, r"prompts\[0\]=.*: must be a text, a list of messages, or token ids \[L\]"),
+        (TEXTS | {"responses": [CHAT]}, r"responses\[0\]=.*: must be a text, or token ids"),
+        *((TEXTS | {"responses": [one]}, r"responses\[0\]=.*: must be a text, or token ids") for one in NO_RESPONSES),
+        (TEXTS | {"responses": ["\\\ud800"]}, r"responses\[0\]: \\ud800 is half a character; text.encode"),
+        (TEXTS | {"prompts": [[CHAT[0] | {"content": "\udc80"}]]}, r"prompts\[0\]: \\udc80 is half a character"),
+        (TEXTS | {"responses": [[1, -1]]}, "token id -1 in response 0"),
         (TEXTS | {"prompts": [""], "responses": [""]}, "response 0: there is no token before"),
         (TEXTS | {"temperature": 0}, "temperature=0: must be above 0"),
     ],
@@ -216,7 +226,7 @@ def test_a_chat_is_its_template_and_begins_once(model):
     assert ids[0] == ids[1] == ids[2]
     assert ids[0][:2] == [tokenizer.bos_token_id, tokenizer("3", add_special_tokens=False)["input_ids"][0]]
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="a prompt is a chat: the tokenizer has no chat_template"):
+    with pytest.raises(ValueError, match="chat_template is not set"):
         oar_plugin.importance(model, prompts=[CHAT], **given)
 
 

@@ -1,20 +1,26 @@
 """The bytes that each token of a response contributes to its text, in which the answer is searched."""
 
-import json
+import functools
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from os.path import commonprefix
 from typing import Any
 
 import torch
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_MOST_WAITING = 8
-"""Maximum number of tokens that wait for their text. A character has at most four; without a limit, time is quadratic."""
+# GPT-2's names of bytes: printable Latin-1 is itself, the others are counted from 256. ByT5 names all by their number.
+_OTHERS = [byte for byte in range(256) if byte <= ord(" ") or ord("~") < byte < ord("¡") or byte == 0xAD]
+_BYTES = {chr(byte): byte for byte in range(256)} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
 
-# The inverse of GPT-2's table from bytes to characters: printable Latin-1 is itself, the other bytes are counted from 256.
-_PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTE_LEVEL = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + n): byte for n, byte in enumerate(_OTHERS)}
+_LOST = "\N{REPLACEMENT CHARACTER}"  # what `decode` shows in place of bytes that are no character
+# White space and such bytes (U+DC80 to U+DCFF with `surrogateescape`), which may show in one context and not in another.
+_LOOSE, _FIRM = re.compile(rf"[\s{_LOST}\udc80-\udcff]+"), re.compile(rf"[^\s{_LOST}\udc80-\udcff]")
+_SPACE, _LOST_AHEAD = re.compile(r"\s"), re.compile(rf"\s{{0,4}}{_LOST}")
+_CONTEXT = 4  # units of tokens that are decoded before others, since their text may change that of the next ones
+
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 class TokenBytes:
@@ -23,114 +29,108 @@ class TokenBytes:
     ``b"".join(token_bytes.pieces(ids))`` is the text that ``tokenizer.decode(ids, skip_special_tokens=True,
     clean_up_tokenization_spaces=False)`` returns, in UTF-8, but keeps bytes that are not valid (a character cut in half).
 
-    - byte-level BPE (GPT-2, Qwen, Llama 3): by GPT-2's table;
-    - SentencePiece in the ``tokenizers`` format (Llama 2, Gemma, T5): ``▁`` is a space, ``<0x0A>`` a byte, and ``pieces``
-      drops the space before the first word if ``decode`` does;
-    - others (WordPiece, tokenizers in pure Python): by decoding each token after its predecessor, which is slower. The last
-      token of a character has all its bytes, likewise of white space that ``decode`` shows only before other text; of more
-      than eight tokens, some is lost. The text equals ``decode``'s if the text of a token depends on its neighbours only.
+    This holds for every tokenizer, because ``decode`` is asked. The bytes of a token are what it adds to its own text; those of
+    a part of a character are what its name spells (``ĠÃ``, ``<0xF0>``), if ``decode`` agrees. Where a response's text differs
+    in white space, that is moved. Where it differs in more, decoding parts of the response tells which tokens have another
+    text. If only several together have one, each gets a share of its bytes, and a warning says so once.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._table: dict[int, bytes] = {}
+        self._table: dict[int, tuple[str, bytes | None]] = {}
+        self._partial: set[int] = set()  # tokens that may be parts of characters
         self.special = set(tokenizer.all_special_ids)
-        self.special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        decoder = getattr(backend, "decoder", None)
-        steps = _flat_steps(json.loads(decoder.__getstate__())) if decoder is not None else []
-        kinds = [step["type"] for step in steps]
-        self._byte_level = kinds == ["ByteLevel"]
-        self._metaspace = kinds == ["Metaspace"] and steps[0]["replacement"] == "▁"
-        self._byte_fallback = "ByteFallback" in kinds
-        sentence_piece = self._metaspace or _is_replace_chain(steps)
-        strips = sentence_piece and kinds[-1] == "Strip"
-        self._drops_first_space = steps[0]["prepend_scheme"] != "never" if self._metaspace else strips
-        self._by_table = self._byte_level or sentence_piece
+        # Mistral's has no added tokens but a method of this name, and names of tokens without the bytes of half characters,
+        # which the tokenizer inside has. It decodes to names, unless it skips special tokens. Here these are never decoded:
+        # tokenizers in pure Python would collect them at each call.
+        inside = getattr(getattr(tokenizer, "tokenizer", None), "instruct_tokenizer", None)
+        if inside is None:
+            self.special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        named = tokenizer.convert_ids_to_tokens
+        self._spelling = getattr(getattr(inside, "tokenizer", None), "id_to_byte_piece", named)
+        self._options = {"skip_special_tokens": inside is not None, "clean_up_tokenization_spaces": False}
 
     def pieces(self, ids: Sequence[int] | torch.Tensor) -> list[bytes]:
         """The bytes of each token of one response, ``b""`` for special tokens and ids outside the vocabulary."""
         id_list: list[int] = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
-        if not self._by_table:
-            return self._decoded_in_context(id_list)
-        self._table |= {token_id: self._bytes_of(token_id) for token_id in set(id_list) - self._table.keys()}
-        pieces = [self._table[token_id] for token_id in id_list]
-        first = next((position for position, piece in enumerate(pieces) if piece), None)
-        if self._drops_first_space and first is not None:
-            pieces[first] = pieces[first].removeprefix(b" ")
-            if self._metaspace:  # this decoder drops every "▁" of the first token, not only the one in front
-                pieces[first] = (self._token(id_list[first]) or "").replace("▁", "").encode()
-        return pieces
+        self._table |= {token_id: self._known(token_id) for token_id in set(id_list) - self._table.keys()}
+        known = [self._table[token_id][1] for token_id in id_list]
+        shown = [token_id for token_id, piece in zip(id_list, known, strict=True) if piece is not None]
+        pieces, text = [piece for piece in known if piece is not None], self._decode(shown)
+        if b"".join(pieces).decode("utf-8", "replace") != text:
+            self._align(pieces, shown, text)
+        rest = iter(pieces)
+        return [b"" if piece is None else next(rest) for piece in known]
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Returns each token of one response as readable text: half a character as ``\\xe2``, a special token as its name."""
         texts = [piece.decode("utf-8", errors="backslashreplace") for piece in self.pieces(ids)]
-        names = self._tokenizer.convert_ids_to_tokens(list(ids))
-        return [text or str(name) for text, name in zip(texts, names, strict=True)]
-
-    def _token(self, token_id: int) -> str | None:
-        """The vocabulary entry of a token that has text; None for other tokens."""
-        if token_id in self.special or token_id < 0:
-            return None
-        try:
-            return self._tokenizer.convert_ids_to_tokens(token_id)
-        except LookupError:  # from tokenizers in pure Python, for ids outside their vocabulary
-            return None
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        token = self._token(token_id)
-        if token is None:
-            return b""
-        if self._byte_level:
-            known = [_BYTE_LEVEL[character] for character in token if character in _BYTE_LEVEL]
-            # An added token may have other characters ("<答案>"); `decode` then returns it unchanged.
-            return bytes(known) if len(known) == len(token) else token.encode()
-        if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
-            return bytes([int(byte.group(1), 16)])
-        return token.replace("▁", " ").encode()
-
-    def _decoded_in_context(self, ids: list[int]) -> list[bytes]:
-        pieces = [b""] * len(ids)
-        shown = [position for position, token_id in enumerate(ids) if self._token(token_id) is not None]
-        # `context`: tokens with known text, which is `before`; they are decoded again because they may change the text of
-        # the next ones. `waiting`: the tokens since then.
-        context, before, waiting = list[int](), "", list[int]()
-        for position in shown:
-            waiting.append(position)
-            after = self._decode(context + [ids[one] for one in waiting])
-            # A character may be incomplete, and white space may show only before other text: the text of such tokens belongs
-            # to the token that completes it.
-            if (after == before or after.endswith("\N{REPLACEMENT CHARACTER}")) and position != shown[-1]:
-                if len(waiting) < _MOST_WAITING:
-                    continue
-                first = waiting.pop(0)
-                alone = self._decode([*context, ids[first]])
-                if alone != before:
-                    pieces[first] = alone[len(before) :].encode()
-                    context = [ids[first]]
-                    before = self._decode(context)
-                continue
-            pieces[position] = after[len(before) :].encode()
-            context, waiting = [ids[one] for one in waiting], []
-            before = self._decode(context)
-        return pieces
+        return [text or self._table[token_id][0] for text, token_id in zip(texts, ids, strict=True)]
 
     def _decode(self, ids: list[int]) -> str:
-        return "".join(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return "".join(self._tokenizer.decode(ids, **self._options))
+
+    def _known(self, token_id: int) -> tuple[str, bytes | None]:
+        """The name of a token, and its bytes after other tokens; None if it has no text."""
+        try:
+            name = self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < 2**31 else None
+            if name is None or token_id in self.special:
+                return str(name), None
+            once, twice = self._decode([token_id]), self._decode([token_id, token_id])
+        except (LookupError, ValueError):  # of tokenizers in pure Python, outside the vocabulary
+            return "None", None
+        spelled, byte = self._spelling(token_id), _BYTE_TOKEN.fullmatch(str(name))
+        if byte or not twice or _LOST in twice:
+            if isinstance(spelled, str):  # 0 for a character that stands for no byte: then `decode` does not agree
+                spelled = bytes.fromhex(byte[1]) if byte else bytes(_BYTES.get(character, 0) for character in spelled)
+            both = 2 * spelled
+            agreed = twice.strip() in {both.decode("utf-8", errors).strip() for errors in ("replace", "ignore")}
+            if agreed or _LOST in twice:
+                self._partial.add(token_id)
+            if agreed:
+                return str(name), spelled
+        # The first token may have no space before it, the last one a sign that its word is not complete.
+        text = twice.removeprefix(once) if twice.startswith(once) else twice.removesuffix(once)
+        return str(name), text.encode("utf-8", "surrogatepass")
+
+    def _align(self, pieces: list[bytes], ids: list[int], text: str) -> None:
+        """Changes the pieces of tokens, in place, so that together they are this text."""
+        starts = [n for n in range(len(ids)) if not (n and {ids[n - 1], ids[n]} <= self._partial)]
+        units = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(ids)], strict=True)]
+        todo, sure = [(0, len(units), text)], True
+        while todo:
+            low, high, text = todo.pop()
+            guesses = [b"".join(pieces[unit]).decode("utf-8", "surrogateescape") for unit in units[low:high]]
+            same = _LOOSE.sub("", "".join(guesses)) == _LOOSE.sub("", text)
+            if not same and high - low > 1:
+                middle, begin = (low + high) // 2, units[max(0, low - _CONTEXT)].start
+                before, half = (self._decode(ids[begin : units[end].start]) for end in (low, middle))
+                half = half[len(commonprefix([before, half])) :]  # noqa: RUF071  texts, not paths
+                shared, last = len(commonprefix([half, text])), self._decode(ids[units[middle - 1]])  # noqa: RUF071
+                alike = shared + len(last) >= len(half)  # the last token may have another text where the text ends
+                cut, sure = shared if alike else len(half), sure and alike
+                todo += [(low, middle, text[:cut]), (middle, high, text[cut:])]
+                continue
+            for unit, guess, part in zip(units[low:high], guesses, _split(text, guesses), strict=True):
+                broken = any("\udc80" <= character <= "\udcff" for character in guess)
+                if part != guess and not (broken and (same or _LOST in part)):
+                    data, size = part.encode("utf-8", "surrogatepass"), unit.stop - unit.start
+                    pieces[unit] = [data[len(data) * n // size : len(data) * (n + 1) // size] for n in range(size)]
+                    sure = sure and (same or size == 1)
+        if not sure:
+            name, fault = type(self._tokenizer).__name__, "`decode` does not tell the text of each token"
+            _warn_once("%s: %s; an answer may seem to begin or end a few tokens away from where it does", name, fault)
 
 
-def _flat_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps of a decoder in the ``tokenizers`` format, with nested sequences flattened."""
-    if decoder["type"] != "Sequence":
-        return [decoder]
-    return [step for inner in decoder["decoders"] for step in _flat_steps(inner)]
-
-
-def _is_replace_chain(steps: list[dict[str, Any]]) -> bool:
-    """Whether these are the steps of Llama 2 and Gemma: Replace, [ByteFallback,] Fuse[, Strip]."""
-    kinds = [step["type"] for step in steps if step["type"] != "ByteFallback"]
-    if kinds not in (["Replace", "Fuse"], ["Replace", "Fuse", "Strip"]):
-        return False
-    replaces = [(step["pattern"], step["content"]) for step in steps if step["type"] == "Replace"]
-    strips = [(step["content"], step["start"], step["stop"]) for step in steps if step["type"] == "Strip"]
-    return replaces == [({"String": "▁"}, " ")] and strips in ([], [(" ", 1, 0)])
+def _split(text: str, guesses: list[str]) -> Iterator[str]:
+    """The part of a text for each guess. They have the same firm characters; a single guess gets all."""
+    firm, end = (match.end() for match in _FIRM.finditer(text)), 0
+    for guess in guesses[:-1]:
+        begin = end
+        for character in guess:
+            if not _LOOSE.match(character):
+                end = next(firm)
+            elif shown := (_SPACE if character.isspace() else _LOST_AHEAD).match(text, end):
+                end = shown.end()
+        yield text[begin:end]
+    yield text[end:]

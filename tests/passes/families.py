@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 from oar_plugin.passes.tokens import TokenBytes
@@ -31,13 +31,25 @@ def trained(backend, trainer, change=None):
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
-def byte_level(nested=False):
-    """`nested`: a decoder that is not known, around one that is, takes the generic way."""
+def byte_level(*steps):
+    """`steps`: of the decoder."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet, decoder = pre_tokenizers.ByteLevel.alphabet(), decoders.ByteLevel()
-    backend.decoder = decoders.Sequence([decoder, decoders.Replace(Regex("x{9}"), "")]) if nested else decoder
+    backend.decoder = decoders.Sequence([*steps]) if steps else decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     return trained(backend, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, **COMMON))
+
+
+def gguf():
+    """Transformers decodes a GGUF file's byte-level BPE so. A name that is not of bytes would show the others' names."""
+    steps = decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel()
+    return byte_level(*steps)
+
+
+def whole_words():
+    backend = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.BPEDecoder("</w>")
+    return trained(backend, trainers.BpeTrainer(vocab_size=200, end_of_word_suffix="</w>", **COMMON))
 
 
 def byte_fallback_bpe(strip):
@@ -64,9 +76,11 @@ def unigram_metaspace(prepend="always"):
     return trained(backend, trainers.UnigramTrainer(vocab_size=150, unk_token="<unk>", **COMMON))
 
 
-def word_piece():
+def word_piece(decoded=True):
     backend = Tokenizer(models.WordPiece(unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    if decoded:  # else names are joined by spaces
+        backend.decoder = decoders.WordPiece()
     return trained(backend, trainers.WordPieceTrainer(vocab_size=200, **COMMON))
 
 
@@ -87,16 +101,29 @@ def sentence_piece(kind, **options):
         return with_added_tokens(SentencePieceBackend(vocab_file=str(path), **names))
 
 
+def mistral(name):
+    """From a file inside of mistral_common."""
+    import mistral_common
+    from transformers import MistralCommonBackend
+
+    return MistralCommonBackend(Path(mistral_common.__file__).parent / "data" / name)
+
+
 BUILDERS = {
     "byte_level": byte_level,
+    "gguf": gguf,
     "llama_2": lambda: byte_fallback_bpe(strip=True),
     "gemma": lambda: byte_fallback_bpe(strip=False),
     "unigram": unigram_metaspace,
     "no_first_space": lambda: unigram_metaspace("never"),
     "word_piece": word_piece,
-    "unknown_decoder": lambda: byte_level(nested=True),
+    "whole_words": whole_words,
+    "no_decoder": lambda: word_piece(decoded=False),
+    "other_steps": lambda: byte_level(decoders.ByteLevel(), decoders.Replace(Regex("x{9}"), "")),
     "sentence_piece": lambda: sentence_piece("unigram", vocab_size=73),
     "sentence_piece_bytes": lambda: sentence_piece("bpe", vocab_size=350, byte_fallback=True),
+    "bytes": lambda: with_added_tokens(ByT5Tokenizer()),
+    "mistral_common": lambda: mistral("tekken_240911.json"),
 }
 
 

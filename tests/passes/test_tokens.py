@@ -7,6 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from docs.tokenizers import rows
+from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.passes.tokens import TokenBytes
 from tests.passes.families import BUILDERS, SENTENCES, tokenizer_and_bytes
 
@@ -38,21 +40,24 @@ def test_pieces_add_up_to_the_decoded_text(name, text):
     assert joined == decoded
 
 
-@pytest.mark.parametrize("name", ["byte_level", "llama_2", "gemma"])
+@pytest.mark.parametrize("name", ["byte_level", "gguf", "llama_2", "gemma", "bytes", "mistral_common"])
 def test_a_character_may_be_split_over_several_tokens_and_half_of_one_stays_what_it_is(name):
     tokenizer, token_bytes = tokenizer_and_bytes(name)
-    pieces = token_bytes.pieces(tokenizer.encode("鱻"))
+    ids = tokenizer.encode("鱻", add_special_tokens=False)
+    pieces = token_bytes.pieces(ids)
     assert b"".join(pieces).strip() == "鱻".encode()
     assert [len(piece) for piece in pieces][-3:] == [1, 1, 1]
-    half = tokenizer.encode("鱻")[:-1]
-    assert token_bytes.pieces(half) == pieces[:-1]
+    assert token_bytes.pieces(ids[:-1]) == pieces[:-1]
+    boxed = token_bytes.pieces(tokenizer.encode("So \\boxed{鱻}.", add_special_tokens=False))
+    answer = segment_tokens(boxed, make_finder(["boxed"])) == Segment.ANSWER
+    assert [piece for piece, inside in zip(boxed, answer, strict=True) if inside] == pieces[-3:]
 
 
 @every_tokenizer
 def test_special_tokens_and_unknown_ids_have_no_bytes(name):
     tokenizer, token_bytes = tokenizer_and_bytes(name)
     end, pad, unknown = tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer) + 7
-    assert token_bytes.pieces([end, pad, unknown, -100]) == [b""] * 4
+    assert token_bytes.pieces([end, pad, unknown, -100, 2**40]) == [b""] * 5
     answer = tokenizer.encode("answer")
     assert token_bytes.pieces([end, *answer, unknown, end]) == [b"", *token_bytes.pieces(answer), b"", b""]
 
@@ -93,10 +98,45 @@ class Stripped(WithoutBackend):
         return super().decode(ids, skip_special_tokens, clean_up_tokenization_spaces).strip()
 
 
-def test_white_space_that_shows_only_before_other_text_goes_there():
+def test_white_space_that_does_not_show_at_the_ends_has_its_token_inside():
     tokenizer = Stripped()
     ids = [tokenizer.vocabulary.index(letter) for letter in " a b\n\n##5 \na"]
     pieces = TokenBytes(tokenizer).pieces(ids)
-    assert pieces == [b"", b"a", b"", b" b", b"", b"", b"\n\n#", b"#", b"5", b"", b"", b" \na"]
-    long = TokenBytes(tokenizer).pieces([2, *1000 * [3], 4, 6])
-    assert b"".join(long) == b"b" + 6 * b" " + b"\n5", "of endless white space the end"
+    assert pieces == [b"", b"a", b" ", b"b", b"\n", b"\n", b"#", b"#", b"5", b" ", b"\n", b"a"]
+    assert b"".join(TokenBytes(tokenizer).pieces([2, *1000 * [3], 4, 6, 3])) == b"b" + 1000 * b" " + b"\n5"
+
+
+class Nameless(WithoutBackend):
+    """Tokens are bytes, which no name tells."""
+
+    def convert_ids_to_tokens(self, token_id):
+        return f"token {token_id}"
+
+    def decode(self, ids, skip_special_tokens, clean_up_tokenization_spaces):
+        return bytes(ids).decode("utf-8", "replace")
+
+
+def test_where_the_bytes_of_tokens_are_not_known_the_text_is_right_and_a_warning_says_so_once(caplog):
+    token_bytes, data = TokenBytes(Nameless()), "x is \\boxed{😀}, 鱻.".encode()
+    for _ in range(2):
+        assert token_bytes.pieces(list(data)) == [bytes([byte]) for byte in data], "each has its share of a character"
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["Nameless"]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_after_the_first_time_a_response_is_decoded_once_or_in_parts(name, monkeypatch):
+    """Tokenizers in pure Python collect their special tokens when they skip them, which took milliseconds per token."""
+    tokenizer, token_bytes = tokenizer_and_bytes(name)
+    ids, skips, decode = 100 * tokenizer.encode(SENTENCES[0]), list[bool](), tokenizer.decode
+    pieces = token_bytes.pieces(ids)
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: skips.append(options) or decode(ids, **options))
+    assert token_bytes.pieces(ids) == pieces
+    assert len(skips) == 1
+    assert name == "mistral_common" or not skips[0]["skip_special_tokens"]
+
+
+@pytest.mark.nightly
+def test_every_tokenizer_class_of_transformers_agrees_with_decode():
+    measured, _ = rows()
+    assert len(measured) > 60
+    assert {row.name for row in measured if not row.agrees or "no" in row.split} <= {"Wav2Vec2CTCTokenizer"}
