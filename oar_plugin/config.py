@@ -265,9 +265,15 @@ class OarConfig(_Settings):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> "OarConfig":
-        """Validates the settings of `algorithm.oar`, which messages call `prefix`. OarConfigError: a line per fault."""
+        """Validates settings, nested or dotted (`dump.dir`), which messages call `prefix`. OarConfigError: a line per fault."""
+        nested: dict[str, Any] = dict(settings or {})
+        for key in [key for key in nested if str(key).partition(".")[0] in GROUPS.keys() - {key}]:
+            group, _, name = key.partition(".")
+            value, given = nested.pop(key), nested.get(group, {})
+            if isinstance(given, Mapping | BaseModel):
+                nested[group] = {**dict(given), name: value}
         try:
-            return cls.model_validate(dict(settings or {}))
+            return cls.model_validate(nested)
         except ValidationError as error:
             raise OarConfigError("\n".join(_explain(fault, prefix) for fault in error.errors())) from None
 
