@@ -48,8 +48,8 @@ class PerturbationConfig(_Settings):
     span: int = Field(1, ge=1, le=1024)
     """Number of consecutive tokens that one copy replaces. They share its score evenly."""
     replacement: Literal["pad", "sampled"] = "pad"
-    """What replaces a token. pad: the padding token, as published. sampled: a token drawn from the model's own prediction at
-    that position."""
+    """What replaces a token. pad: the padding token, as published; scores depend on it. sampled: a token drawn from the model's
+    own prediction at that position."""
     timeout_s: float = Field(300.0, gt=0)
     """Seconds that one copy may take in a rollout engine, without the wait for its turn."""
     fallback: str = "fisher"
