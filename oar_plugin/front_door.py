@@ -129,7 +129,8 @@ def importance(
     """
     _check(not isinstance(model, str), f"model={model!r}", "give the loaded model, not its name")
     if max_tokens is None:  # A layer keeps about ten states of a token, and three of its MLP, which are wider.
-        text, size = model.config.get_text_config(), next(model.parameters()).element_size()
+        config: Any = model.config
+        text, size = config.get_text_config(), next(model.parameters()).element_size()
         kept = 32 * text.hidden_size * text.num_hidden_layers * size + 8 * text.vocab_size
         max_tokens = max(1, min(8192, 2**31 // kept))
     for name, value in {"temperature": temperature, "max_tokens": max_tokens, "step": step}.items():
@@ -231,7 +232,7 @@ def _encoded(given: Any, tokenizer: Any) -> Any:
     """Rows of token ids, without padding, of a tokenizer's output for several texts or of a matrix; else `given`."""
     if getattr(given, "ndim", 0) == 2 and getattr(tokenizer, "pad_token_id", None) is not None:
         given = {"input_ids": given, "attention_mask": _padding_mask(torch.as_tensor(given).cpu(), tokenizer)}
-    ids = given.get("input_ids", ()) if isinstance(given, Mapping) else ()
+    ids: Any = given.get("input_ids", ()) if isinstance(given, Mapping) else ()
     if len(ids) == 0 or torch.as_tensor(ids[0]).dim() == 0:
         return given
     masks = given.get("attention_mask", [[1] * len(row) for row in ids])

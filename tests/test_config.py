@@ -66,7 +66,6 @@ def test_what_a_configuration_says(given, values):
         ({"dump.dir.x": 1}, ["algorithm.oar.dump.dir.x=1", "unknown key"]),
         ({"perturbation.budget": "all"}, ["algorithm.oar.perturbation.budget='all'", "number"]),
         ({"dump": 3, "dump.dir": "x"}, ["algorithm.oar.dump=3", "dictionary"]),
-        ({5: 1}, ["algorithm.oar.5", "strings"]),
         ({"probe": "mean"}, ["algorithm.oar.probe='mean'", "'answer_mean'"]),
         ({"base_estimator": "ppo"}, ["algorithm.oar.base_estimator='ppo'", "'rloo'"]),
         ({"max_weight": 1}, ["algorithm.oar.max_weight=1", "unknown key"]),

@@ -71,7 +71,6 @@ class MaskedCopies:
         self.tokens = 0  # computed so far
         model: Any = unwrapped(module)
         config, base = model.config, getattr(model, "get_base_model", lambda: model)()  # PEFT's forward hands all on
-        # transformers 5.40 has the new name only; a model's own code may have the old one.
         self._cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
         self._vocabulary: int = config.get_text_config().vocab_size
         self._shares_prefix = hasattr(config.get_text_config(), "num_hidden_layers") and all(

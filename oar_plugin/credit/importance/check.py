@@ -131,7 +131,7 @@ def _check_combine(importance: Importance) -> None:
     def combine(*cut: slice) -> Tensor:  # some responses, without padding at their ends
         # From 0.1 to 7.4, other numbers for each backward and reading: what a difference or a threshold makes is not all 0.
         keep_BL, some_BL = reasoning_BL[cut].clone(), (reasoning_BL * (2 * NUMBERS_37[:, :4]).exp())[cut]
-        readings = {name: some_BL.sqrt() * (-1 if name == "log_prob" else 0.9) for name in importance.reads}
+        readings: dict[str, Tensor] = {n: some_BL.sqrt() * (0.9 if n == "entropy" else -1) for n in importance.reads}
         score_KBL = some_BL ** torch.arange(1, len(importance.backwards) + 1)[:, None, None]
         parts = Parts(score_KBL, keep_BL, torch.arange(12).view(3, 4)[cut].clone(), readings)
         return _result("combine", partial(importance.combine, parts), keep_BL.shape, False, reasoning_BL[cut])

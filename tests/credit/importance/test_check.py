@@ -203,19 +203,15 @@ NO_SCORE = "*it has backwards and no method score (one number per token from its
         own("combine gives a response*", combine=lambda self, parts: parts.score_KBL[0] / parts.score_KBL[0].max()),
         own(f"{SHARED} failed*a process may hold no column", coefficients=largest_of_own_columns),
         own(f"{SHARED} differ*", coefficients=tokens_of_any_shard),
-        # Logits that it writes into, with columns that another process may hold.
         own(f"{WRITES} differ*", coefficients=lambda *given: given[2].logits_NV.copy_(given[2].logits_NV.softmax(-1))),
         own(f"{WRITES} failed: IndexError*subtract_one_at*", coefficients=subtracts_in_place),
         own(
             f"{WRITES} failed: IndexError*",
             coefficients=lambda *given: given[2].logits_NV.index_fill_(1, torch.tensor([6]), 0),
         ),
-        # No token would matter more than another.
         own("coefficients are all 0*", coefficients=lambda *given: given[2].logits_NV * 0),
-        own("coefficients are all 0*", coefficients=lambda *given: given[2].logits_NV > 9, backwards=(Backward(),)),
         own("score returned 0 for every token*", score=lambda self, gradient, _: gradient.sum(-1) * 0),
         own("combine returned 0 for every token*", combine=lambda self, parts: parts.score_KBL[0] * 0),
-        own("combine returned 0 for every token*", reads=ENTROPY, combine=lambda _, parts: parts.entropy_BL < 0),
         own(f"{SHARED} differ*", coefficients=lambda *given: given[2].logits_NV.softmax(-1) * 1e-8),
         own("coefficients of a row*", coefficients=lambda *given: given[2].logits_NV.sub_(given[2].logits_NV.mean(0))),
         own("combine gives*", combine=lambda self, parts: parts.score_KBL[0].div_(parts.score_KBL[0].max())),
