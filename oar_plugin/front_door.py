@@ -128,17 +128,19 @@ def importance(
         True 1.0
     """
     _check(not isinstance(model, str), f"model={model!r}", "give the loaded model, not its name")
-    if max_tokens is None:  # A layer keeps about ten states of a token, and three of its MLP, which are wider.
+    padding = model.config if tokenizer is None else None
+    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding, contexts=True)
+    if (
+        max_tokens is None
+    ):  # A layer keeps about 10 states of a token for a backward, and 3 of its MLP, which are wider.
         config: Any = model.config
         text, size = config.get_text_config(), next(model.parameters()).element_size()
-        kept = 32 * text.hidden_size * text.num_hidden_layers * size + 8 * text.vocab_size
-        max_tokens = max(1, min(8192, 2**31 // kept))
+        graph = 32 * text.hidden_size * text.num_hidden_layers * size if credit.config.backwards else 0
+        max_tokens = max(1, min(8192, 2**31 // (graph + 8 * text.vocab_size)))
     for name, value in {"temperature": temperature, "max_tokens": max_tokens, "step": step}.items():
         _check(value > 0, f"{name}={value!r}", "must be above 0")
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise ValueError("model: it was loaded in torch.inference_mode(), and has no gradients; load it outside of it")
-    padding = model.config if tokenizer is None else None
-    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding, contexts=True)
     request = credit.request(step, temperature=temperature, importance_only=True)
     if isinstance(input_ids, Mapping):
         input_ids, attention_mask = input_ids["input_ids"], input_ids.get("attention_mask", attention_mask)
