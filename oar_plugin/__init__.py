@@ -15,6 +15,10 @@ __all__ = ["Credit", "importance", "reshape"]
 __version__ = "0.3.0"
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
 def __getattr__(name: str) -> Any:
     # Imported when asked for: verl loads this package in every process of a cluster.
     if name not in __all__:

@@ -50,8 +50,8 @@ class PerturbationConfig(_Settings):
     span: int = Field(1, ge=1, le=1024)
     """Number of consecutive tokens that one copy replaces. They share its score evenly."""
     replacement: Literal["pad", "sampled"] = "pad"
-    """What replaces a token. pad: the padding token, as published. sampled: a token drawn from the model's own prediction at
-    that position."""
+    """What replaces a token. pad: the padding token, as published; scores depend on it. sampled: a token drawn from the model's
+    own prediction at that position."""
     timeout_s: float = Field(300.0, gt=0)
     """Seconds that one copy may take in a rollout engine, without the wait for its turn."""
     fallback: str = "fisher"
@@ -266,9 +266,15 @@ class OarConfig(_Settings):
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> "OarConfig":
-        """Validates the settings of `algorithm.oar`, which messages call `prefix`. OarConfigError: a line per fault."""
+        """Validates settings, nested or dotted (`dump.dir`), which messages call `prefix`. OarConfigError: a line per fault."""
+        nested: dict[str, Any] = dict(settings or {})
+        for key in [key for key in nested if str(key).partition(".")[0] in GROUPS.keys() - {key}]:
+            group, _, name = key.partition(".")
+            value, given = nested.pop(key), nested.get(group, {})
+            if isinstance(given, Mapping | BaseModel):
+                nested[group] = {**dict(given), name: value}
         try:
-            return cls.model_validate(dict(settings or {}))
+            return cls.model_validate(nested)
         except ValidationError as error:
             raise OarConfigError("\n".join(_explain(fault, prefix) for fault in error.errors())) from None
 

@@ -20,6 +20,7 @@ from oar_plugin import estimator
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.watch import Watch
 from oar_plugin.passes.contexts import ContextPrompts, Contexts, PromptSource, longest_of
 from oar_plugin.passes.plain import in_eval_mode, log_probs
 from oar_plugin.passes.tokens import TokenBytes
@@ -87,7 +88,7 @@ def importance(
     tokenizer: Any = None,
     temperature: float = 1.0,
     step: int = 1,
-    max_tokens: int = 8192,
+    max_tokens: int | None = None,
     **settings: Any,
 ) -> Credit:
     """Returns how much each reasoning token of each response matters, and the weights that follow.
@@ -101,13 +102,13 @@ def importance(
         attention_mask: bool or int `[B, T]`, false at padding. None: false at padding tokens at both ends of a row.
         segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: from the text, by `answer_patterns`.
         prompts: B texts, chats (lists of messages, for the tokenizer's chat template) or sequences of token ids.
-        responses: B texts or sequences of token ids.
+        responses: B texts or sequences of token ids, without special tokens before them. Both may be a tokenizer's output.
         truths: B right answers, and `advantages` `[B]`, of which only the sign counts: for an importance that shows the right
             answer in another prompt (`contrast`). It needs `prompts` and responses without `segments`.
         tokenizer: the model's tokenizer; not needed with `input_ids`, `attention_mask` and `segments`.
         temperature: the sampling temperature of the responses.
         step: training step, on which signs, noise and the probe's warm-up depend.
-        max_tokens: maximum number of tokens per forward, with padding.
+        max_tokens: maximum number of tokens per forward, with padding; a longer row runs alone. None: as many as take 2 GiB.
         settings: keys of `algorithm.oar`: `importance`, `gate`, `tau`, `probe`, `answer_patterns`, `perturbation`, ...
 
     Raises:
@@ -126,20 +127,24 @@ def importance(
         ['SCORED', 'NO_ANSWER']
         >>> print(credit.weights.shape == credit.input_ids.shape, round(credit.weights.mean().item(), 4))
         True 1.0
-        >>> paper = oar_plugin.reshape([1.0, -1.0], credit, gate="bi_level")
-        >>> print(paper.advantage_BL[1].unique().tolist())
-        [-1.0]
     """
     _check(not isinstance(model, str), f"model={model!r}", "give the loaded model, not its name")
+    config: Any = model.config
+    text, padding = config.get_text_config(), config if tokenizer is None else None
+    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding, contexts=True)
+    if max_tokens is None:
+        # A layer keeps about 10 states of a token for a backward, and 3 of its MLP, which are wider.
+        graph = 32 * text.hidden_size * text.num_hidden_layers * next(model.parameters()).element_size()
+        max_tokens = max(1, min(8192, 2**31 // (graph * credit.config.backwards + 8 * text.vocab_size)))
     for name, value in {"temperature": temperature, "max_tokens": max_tokens, "step": step}.items():
         _check(value > 0, f"{name}={value!r}", "must be above 0")
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise ValueError("model: it was loaded in torch.inference_mode(), and has no gradients; load it outside of it")
-    config: Any = model.config
-    padding = config if tokenizer is None else None
-    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding, contexts=True)
     request = credit.request(step, temperature=temperature, importance_only=True)
+    if isinstance(input_ids, Mapping):
+        input_ids, attention_mask = input_ids["input_ids"], input_ids.get("attention_mask", attention_mask)
     if input_ids is None:
+        prompts, responses = _encoded(prompts, tokenizer), _encoded(responses, tokenizer)
         rows = _tokenized(prompts, responses, tokenizer)
         segments_BL = None if segments is None else torch.as_tensor(segments).cpu()
     else:
@@ -164,13 +169,14 @@ def importance(
             _check(same, _shape(name, given), f"must be {tuple(input_ids.shape)}, as input_ids")
         rows = list(zip(_unpadded(input_ids, mask_BT), _unpadded(response_mask.bool(), mask_BT), strict=True))
         segments_BL = None if segments is None else pad_sequence(_unpadded(segments, mask_BT), True)
-    size = getattr(config.get_text_config(), "vocab_size", 2**62)
     for row, (ids_L, own_L) in enumerate(rows):
         fault = "there is no token before it, from which its first token could be predicted"
         _check(len(own_L) > 0 and not own_L[0], f"response {row}", fault)
-        if outside := ids_L[(ids_L < 0) | (ids_L >= size)].tolist():
+        if outside := ids_L[(ids_L < 0) | (ids_L >= text.vocab_size)].tolist():
             which = f"token id {outside[0]} in response {row} or its prompt"
-            raise ValueError(f"{which}: the model has 0 to {size - 1}; use its own tokenizer, and mask padding")
+            raise ValueError(
+                f"{which}: the model has 0 to {text.vocab_size - 1}; use its own tokenizer, and mask padding"
+            )
     contexts = _contexts(credit, model, prompts, truths, advantages, rows, segments)
     token_BL, own_BL = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
     mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
@@ -192,6 +198,7 @@ def importance(
             importance_BL = credit.contrast(batch, contexts, segments_BL, status_B, run)
     even = credit.reshape(step, torch.ones_like(importance_BL), importance_BL, segments_BL, status_B)
     status = [Status(int(value)) for value in even.status_B]
+    Watch(credit.config.fallback_warning, 1).see(step, {f"oar/{name}": value for name, value in even.metrics.items()})
     return Credit(
         token_BL, mask_BL, importance_BL, even.weight_BL, segments_BL, status, even.metrics, credit.config, tokenizer
     )
@@ -209,7 +216,8 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
         OarConfigError: a setting cannot work, or needs another call of `importance`.
         ValueError: `advantages` have another shape.
     """
-    if made_before := sorted({*settings} & {*OarConfig.model_fields} - {*GATE_SETTINGS}):
+    others = OarConfig.model_fields.keys() - GATE_SETTINGS
+    if made_before := sorted(key for key in settings if key.partition(".")[0] in others):
         raise OarConfigError(
             f"oar_plugin.reshape.{made_before[0]}: importance was computed before; give this setting to "
             f"oar_plugin.importance; allowed here: {', '.join(GATE_SETTINGS)}"
@@ -223,6 +231,17 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
     config = OarConfig.parse(credit.config.model_dump() | settings, "oar_plugin.reshape")
     status_B = torch.tensor([int(status) for status in credit.status])
     return estimator.reshape(advantage_BL, credit.importance, credit.segments == Segment.REASONING, status_B, config)
+
+
+def _encoded(given: Any, tokenizer: Any) -> Any:
+    """Rows of token ids, without padding, of a tokenizer's output for several texts or of a matrix; else `given`."""
+    if getattr(given, "ndim", 0) == 2 and getattr(tokenizer, "pad_token_id", None) is not None:
+        given = {"input_ids": given, "attention_mask": _padding_mask(torch.as_tensor(given).cpu(), tokenizer)}
+    ids: Any = given.get("input_ids", ()) if isinstance(given, Mapping) else ()
+    if len(ids) == 0 or torch.as_tensor(ids[0]).dim() == 0:
+        return given
+    masks = given.get("attention_mask", [[1] * len(row) for row in ids])
+    return [torch.as_tensor(row)[torch.as_tensor(mask).bool()] for row, mask in zip(ids, masks, strict=True)]
 
 
 def _tokenized(

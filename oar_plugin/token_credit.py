@@ -28,7 +28,7 @@ from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.passes.contexts import Contexts, LogProbs
 from oar_plugin.passes.plain import batch_importance, in_eval_mode
 from oar_plugin.passes.request import Request, replacement_token
-from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
+from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows, warn_once
 from oar_plugin.passes.tokens import TokenBytes
 
 
@@ -120,6 +120,9 @@ class TokenCredit:
             self._eos_token_ids = end_of_sequence_tokens(tokenizer, generation_config)
         self.watch = Watch(self.config.fallback_warning)
         self._replacement = replacement_token(self.config, padding or tokenizer)
+        if self._replacement in self._eos_token_ids:
+            setting = f"{prefix}.perturbation.replacement=pad"
+            warn_once(f"{setting}: {tokenizer.pad_token!r} also ends responses. Scores depend on it: see docs/oar-p.md")
         config = self.config.dump
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.config import DumpConfig, OarConfig, OarConfigError
 from oar_plugin.credit.importance import IMPORTANCES
 
 
@@ -17,6 +17,10 @@ from oar_plugin.credit.importance import IMPORTANCES
         ({"gate": "bi_level", "tau": 0.0}, {"quantile": 0.0}),
         # The probe `last` needs no pattern.
         ({"answer_patterns": [], "probe": "last"}, {"answer_patterns": ()}),
+        # A dot is a level. Where both forms are given, the one with a dot counts.
+        ({"importance": "hybrid", "perturbation.budget": 0.5}, {"budget": 0.5}),
+        ({"dump": {"dir": "x", "every": 5}, "dump.every": 3}, {"dump": DumpConfig(dir="x", every=3)}),
+        ({"dump.dir": "y", "dump": DumpConfig(dir="x", groups=1)}, {"dump": DumpConfig(dir="y", groups=1)}),
         *(({"importance": name}, {"importance_object": IMPORTANCES[name]}) for name in IMPORTANCES),
     ],
 )
@@ -57,6 +61,11 @@ def test_what_a_configuration_says(given, values):
         ({"dump_responses": 4}, ["algorithm.oar.dump_responses=4", "dump.every, dump.groups"]),
         ({"dump": {"every": 0}}, ["algorithm.oar.dump.every=0", "greater than or equal to 1"]),
         ({"dump": {"evry": 2}}, ["algorithm.oar.dump.evry=2", "did you mean algorithm.oar.dump.every?"]),
+        ({"dump.evry": 2}, ["algorithm.oar.dump.evry=2", "did you mean algorithm.oar.dump.every?"]),
+        ({"dmp.dir": "x"}, ["algorithm.oar.dmp.dir='x'", "did you mean algorithm.oar.dump.dir?"]),
+        ({"dump.dir.x": 1}, ["algorithm.oar.dump.dir.x=1", "unknown key"]),
+        ({"perturbation.budget": "all"}, ["algorithm.oar.perturbation.budget='all'", "number"]),
+        ({"dump": 3, "dump.dir": "x"}, ["algorithm.oar.dump=3", "dictionary"]),
         ({"probe": "mean"}, ["algorithm.oar.probe='mean'", "'answer_mean'"]),
         ({"base_estimator": "ppo"}, ["algorithm.oar.base_estimator='ppo'", "'rloo'"]),
         ({"max_weight": 1}, ["algorithm.oar.max_weight=1", "unknown key"]),

@@ -1,5 +1,6 @@
 """The front door: any way to hand in responses gives the same credit, the engines' own, and the model is left as it was."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,15 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
+from transformers import BatchEncoding
 
 import oar_plugin
 from oar_plugin.config import OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
+from oar_plugin.passes.segments import warn_once
 from tests.hosts.engine import world
 from tests.passes.batch import error, padded, rows_of, unpadded
 
+ROOT = Path(__file__).parents[1]
 PROMPTS, RESPONSES = ([world.ROWS[number][place] for number in world.SCORED] for place in (0, 1))
 TOKENIZER = world.make_tokenizer()
 OWN = "python:tests.own_importance:Saliency"
@@ -56,20 +60,26 @@ def test_copies_are_what_single_forwards_say(model, folder):
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("given", ["masks", "segments", "tokenizer", "ids"])
+@pytest.mark.parametrize("given", ["masks", "segments", "tokenizer", "ids", "output", "outputs", "matrices"])
 @pytest.mark.parametrize("max_tokens", [1, 8192])
 def test_every_way_in_gives_the_same(model, left, given, max_tokens):
     want, rows = credit_of(model), [world.encode()[number] for number in world.SCORED]
     token_BT, segments_BT, mask_BT = padded(rows_of(), left)
     own = [(torch.cat(row), torch.cat([torch.zeros_like(row[0]), torch.ones_like(row[1])])) for row in rows]
     masks = {"response_mask": padded(own, left)[1], "attention_mask": mask_BT.long()}
+    side = {"padding_side": "left" if left else "right", "return_tensors": "pt"}
+    columns = ({"input_ids": [row.tolist() for row in column]} for column in zip(*rows, strict=True))
+    prompts, responses = (TOKENIZER.pad(column, **side) for column in columns)
     arguments = {
+        "output": {"input_ids": BatchEncoding({"input_ids": token_BT, "attention_mask": mask_BT}), **masks},
+        "outputs": {"prompts": prompts, "responses": responses},
+        "matrices": {"prompts": prompts["input_ids"], "responses": responses["input_ids"]},
         "masks": {"input_ids": token_BT, **masks, "tokenizer": TOKENIZER},
         "segments": {"input_ids": token_BT, **masks, "segments": segments_BT},
         "tokenizer": {"input_ids": token_BT, "response_mask": masks["response_mask"], "tokenizer": TOKENIZER},
         "ids": {"prompts": [prompt.tolist() for prompt, _ in rows], "responses": [own for _, own in rows]},
     }[given]
-    if given == "ids":
+    if given in ("ids", "output", "outputs", "matrices"):
         arguments["tokenizer"] = TOKENIZER
     got = oar_plugin.importance(model, **arguments, max_tokens=max_tokens, answer_patterns=["hash"])
     torch.testing.assert_close(got.importance, want.importance, rtol=1e-4, atol=1e-5 * want.importance.max().item())
@@ -99,12 +109,36 @@ def test_the_model_is_left_as_it_was(model, importance):
     assert state() == before
 
 
-def test_responses_that_cannot_be_scored_keep_even_credit(model):
+def test_responses_that_cannot_be_scored_keep_even_credit_and_if_they_are_most_the_log_says_why(model, caplog):
     credit = credit_of(model, ["no answer<eos>", "#### 4<eos>", RESPONSES[0], ""])
     assert credit.status == [Status.NO_ANSWER, Status.NO_REASONING, Status.SCORED, Status.NO_ANSWER]
     assert (credit.weights[[0, 1, 3]] == 1).all()
     assert credit.weights[2].max() > 1
     assert credit.metrics["fallback/any"] == 0.75
+    credit_of(model, ["no answer<eos>", "#### 4<eos>", *RESPONSES[:2]])  # half of them
+    credit_of(model, ["no answer<eos>"] * len(PROMPTS), fallback_warning=1)
+    (said,) = caplog.messages
+    assert "75% of the responses that need credit fall back to plain GRPO: no_answer 50%, no_reasoning 25%." in said
+    assert said.endswith("no_answer: set answer_patterns to what your reward reads as the answer")
+
+
+def test_a_forward_has_fewer_tokens_if_the_model_is_larger(model):
+    rows = []
+    model.register_forward_pre_hook(lambda _, args, named: rows.append(len(named["input_ids"])), with_kwargs=True)
+    for size, most in ((64, len(PROMPTS)), (2**22, 1)):
+        model.config.hidden_size = size
+        credit_of(model)
+        assert rows[-1] == most
+
+
+def test_a_padding_token_that_ends_responses_is_said_once(model, caplog):
+    given = {"prompts": PROMPTS[:1], "responses": RESPONSES[:1], "tokenizer": world.make_tokenizer()}
+    given["tokenizer"].pad_token = given["tokenizer"].eos_token
+    warn_once.cache_clear()
+    for settings in ({"importance": "oar_p"}, {"importance": "hybrid"}, {}, {"perturbation.replacement": "sampled"}):
+        oar_plugin.importance(model, **given, **settings)
+    (said,) = caplog.messages
+    assert "importance.perturbation.replacement=pad: '<eos>' also ends responses." in said
 
 
 @pytest.mark.parametrize("importance", ["fisher", "oar_p"])
@@ -169,7 +203,8 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         ({"input_ids": ONES, **MASKS, "segments": SEGMENTS[:, 1:]}, r"segments of shape \(1, 2\)"),
         ({"input_ids": ONES, **MASKS, "segments": SEGMENTS * 9}, r"segments hold \[9\]: allowed: OUTSIDE 0.*ANSWER 3"),
         (TEXTS | {"prompts": "a"}, r"prompts='a': must be a list; for one response prompts=\[...\]"),
-        (TEXTS | {"prompts": TOKENIZER(["a"])}, "prompts={.*must be a list"),
+        (TEXTS | {"prompts": TOKENIZER("a")}, "prompts={.*must be a list"),
+        (TEXTS | {"prompts": [TOKENIZER("a")]}, r"prompts\[0\]=.*: must be a text, a list of messages, or token ids"),
         (TEXTS | {"prompts": CHAT}, r"prompts\[0\]=.*: must be a text, a list of messages, or token ids"),
         (TEXTS | {"prompts": [ONES]}, r"prompts\[0\]=.*: must be a text, a list of messages, or token ids \[L\]"),
         (TEXTS | {"responses": [CHAT]}, r"responses\[0\]=.*: must be a text, or token ids"),
@@ -237,6 +272,8 @@ def test_advantages_of_another_shape_and_settings_of_importance_are_refused(mode
             oar_plugin.reshape(wrong, credit)
     with pytest.raises(OarConfigError, match=r"oar_plugin.reshape.num_draws: .*allowed here: gate, tau, beta, floor"):
         oar_plugin.reshape(torch.ones(len(RESPONSES)), credit, num_draws=2)
+    with pytest.raises(OarConfigError, match=r"oar_plugin.reshape.perturbation.budget: .*allowed here: gate, tau"):
+        oar_plugin.reshape(torch.ones(len(RESPONSES)), credit, **{"perturbation.budget": 0.5})
 
 
 def test_a_credit_shows_itself(model):
@@ -249,13 +286,24 @@ def test_a_credit_shows_itself(model):
     assert f"title='weight {credit.weights.max():.2f}'" in page
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/how-it-works.md"])
-def test_the_example_in_a_document(model, document):
-    (block,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / document).read_text(), re.DOTALL)
+def test_the_block_to_paste_in_the_readme(model, tmp_path):
+    """But for the installation. A folder takes the place of the hub's name: SMOLLM2, of this model, or a tiny one's."""
+    text = (ROOT / "README.md").read_text()
+    ((block, result),) = re.findall(r"```bash\npip install \.\n(python .*?)```\n\n```text\n(.*?\n)```", text, re.DOTALL)
+    [part.save_pretrained(tmp_path) for part in (model, TOKENIZER)]
+    script = block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", os.environ.get("SMOLLM2", str(tmp_path)))
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run(["bash", "-c", script], env=env, capture_output=True, timeout=300)
+    result = result if "SMOLLM2" in os.environ else result.partition("weights")[0]
+    assert shown.stdout.decode().startswith(result), shown.stderr
+
+
+def test_the_example_in_a_document(model):
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/how-it-works.md").read_text(), re.DOTALL)
     names = {"model": model, "tokenizer": TOKENIZER, "prompts": PROMPTS, "responses": RESPONSES}
     exec(block, names | {"advantages": torch.ones(len(RESPONSES))})
 
 
 def test_importing_the_package_imports_no_torch():
-    code = "import oar_plugin, sys; assert 'torch' not in sys.modules"
+    code = "import oar_plugin as o, sys; assert {*o.__all__} < {*dir(o)}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

@@ -42,10 +42,8 @@ class Text(BaseModel, coerce_numbers_to_str=True, extra="allow"):
 
 def configs_of(names: Sequence[str] | None, settings: Sequence[str]) -> list[OarConfig]:
     """Returns the settings for each importance; `settings` are `key=value`. Raises ValueError."""
-    given: dict[str, Any] = {}
-    for key, _, value in (word.removeprefix("algorithm.oar.").partition("=") for word in settings):
-        group, _, name = key.rpartition(".")
-        (given.setdefault(group, {}) if group else given)[name] = yaml.safe_load(value)
+    pairs = (word.removeprefix("algorithm.oar.").split("=", 1) for word in settings)
+    given = {key: yaml.safe_load(value) for key, value in pairs}
     names = names or [given.get("importance", OarConfig().importance)]
     return [OarConfig.parse({**given, "importance": name}) for name in names]
 
@@ -65,7 +63,8 @@ def scored(files: Sequence[Path], checkpoint: str, configs: Sequence[OarConfig])
     for uid, text in track(texts, "scoring", console=console, transient=True, disable=not console.is_terminal):
         ids, siblings = tokenizer(text.response, add_special_tokens=False)["input_ids"], rewards[text.step, text.group]
         given = {"prompts": [text.prompt], "responses": [ids], "tokenizer": tokenizer, "step": max(1, text.step)}
-        credits = [importance(model, **given, **config.model_dump()) for config in configs]
+        # The page has the status of each response.
+        credits = [importance(model, **given, **config.model_dump() | {"fallback_warning": 1}) for config in configs]
         first, begin = credits[0], credits[0].input_ids.shape[1] - len(ids)
         known = len(siblings) > 1 and None not in siblings
         yield Response(

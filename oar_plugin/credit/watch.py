@@ -25,7 +25,7 @@ ADVICE = {
     Status.ANSWER_TOO_LONG: "do answer_patterns match too much? else raise max_answer_tokens",
     Status.OUT_OF_MEMORY: "lower the tokens or responses per micro-batch of the actor's update",
     Status.SEARCH_FAILED: "the log names what failed in the search for the answer",
-    Status.NO_CONTEXT: "do the data have right answers as text or number, and plain prompts? see docs/how-it-works.md",
+    Status.NO_CONTEXT: "give right answers as text or number, and prompts as messages or plain text (no template applied)",
     Status.CONTEXT_TOO_LONG: "raise the actor's tokens per micro-batch, or shorten context.template",
     Status.BAD_REWARD: "what does the reward function return? A dump (dump.dir) shows these responses without a reward",
 }
@@ -37,12 +37,12 @@ logger = logging.getLogger("oar_plugin")
 class Watch:
     """Reads the metrics of each step, `oar/...` and the mean reward, and logs a warning when one is due.
 
-    A warning is repeated after twice as many steps as the last time. `share` is `algorithm.oar.fallback_warning`.
+    A warning is repeated after twice as many steps as the last time. `share` is `algorithm.oar.fallback_warning`, of `steps`.
     """
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, steps: int = STEPS) -> None:
         self._share = share
-        self._seen: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=STEPS)
+        self._seen: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=steps)
         self._steps, self._quiet_until = 0, Counter[str]()
 
     def see(self, step: int, metrics: Mapping[str, float], reward: float | None = None) -> None:
@@ -54,9 +54,9 @@ class Watch:
         self._seen.append((step, {**metrics, "reward": mean}))
         fallback = self._mean("oar/fallback/any")
         found, rewarded = self._mean("oar/answer_found"), self._mean("reward")
-        whole = len(self._seen) == STEPS
+        whole = len(self._seen) == self._seen.maxlen
         # Metrics are sums of shares, which rounding may move past a limit.
-        if (self._steps == 1 and fallback > 1 - ROUNDING) or (whole and fallback > self._share + ROUNDING):
+        if (fallback > self._share + ROUNDING) if whole else (self._steps == 1 and fallback > 1 - ROUNDING):
             shares = {reason: self._mean(f"oar/fallback/{reason.name.lower()}") for reason in FALLBACKS}
             reasons = sorted((reason for reason in FALLBACKS if shares[reason]), key=shares.__getitem__, reverse=True)
             told = ", ".join(f"{reason.name.lower()} {shares[reason]:.0%}" for reason in reasons)
@@ -66,7 +66,7 @@ class Watch:
             text = f"the mean reward is {rewarded:.2f}, but only {found:.0%} of the responses have an answer that OAR finds"
             self._warn("answer_found", f"{text}; {ADVICE[Status.NO_ANSWER]}")
         ratios = [metrics["oar/ess_ratio"] for _, metrics in self._seen if "oar/ess_ratio" in metrics]
-        if whole and ratios and (ratio := sum(ratios) / len(ratios)) < LOW_ESS_RATIO:
+        if len(self._seen) == STEPS and ratios and (ratio := sum(ratios) / len(ratios)) < LOW_ESS_RATIO:
             self._warn("ess_ratio", f"few tokens have all credit (ESS ratio {ratio:.3f}); lower beta or raise floor")
         if 0 < (bad := self._mean("oar/fallback/bad_reward")) < 1:  # where all are, it is said above
             text = f"{bad:.1%} of the responses have a reward that is missing, NaN or infinite, or a sibling with one"

@@ -126,7 +126,7 @@ class ContextPrompts:
                         key = str(source.prompt_L.tolist()), answer
                         known[key] = prompt_L = known[key] if key in known else self._tokens(source, answer)
                 except Exception:  # of a chat template or a tokenizer, or the prompt is of another type
-                    warn_once("a prompt that shows an answer could not be made")
+                    warn_once("a prompt that shows an answer could not be made; such responses keep plain GRPO")
                 prompts.append(prompt_L)
         return Contexts(sources, made, self._longest)
 

@@ -7,6 +7,7 @@ Shape suffixes: K copies, m answer rows of one copy, R replaced positions.
 """
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,9 @@ class MaskedCopies:
     def __init__(self, module: nn.Module, request: Request, max_tokens: int) -> None:
         self.module, self.request, self.max_tokens = module, request, max_tokens
         self.tokens = 0  # computed so far
-        config: Any = unwrapped(module).config
+        model: Any = unwrapped(module)
+        config, base = model.config, getattr(model, "get_base_model", lambda: model)()  # PEFT's forward hands all on
+        self._cache_name = "cache" if "cache" in inspect.signature(base.forward).parameters else "past_key_values"
         self._vocabulary: int = config.get_text_config().vocab_size
         self._shares_prefix = hasattr(config.get_text_config(), "num_hidden_layers") and all(
             type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers
@@ -214,7 +217,7 @@ class MaskedCopies:
             (row_N,) = to_device(token_KT.device, row_N)
             taps.tap = Tap(row_N, lambda project, hidden_NH: results.append(reduce(project, hidden_NH)))
             # Without positions: the model counts its own, which need not begin with 0.
-            self.module(input_ids=token_KT, past_key_values=cache, use_cache=cache is not None)
+            self.module(input_ids=token_KT, use_cache=cache is not None, **{self._cache_name: cache})
         return results[0]
 
     def _outcomes(self, project: Project, hidden_KmH: Tensor, candidate: Candidate) -> Tensor:

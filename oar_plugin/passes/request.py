@@ -81,6 +81,6 @@ def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
     if config.copies is None or config.perturbation.replacement == "sampled":
         return None
     if tokenizer.pad_token_id is None:
-        fault = "the tokenizer has no padding token; allowed here: sampled"
+        fault = "the tokenizer has no padding token; give it a pad_token of its own, or set sampled"
         raise OarConfigError(f"algorithm.oar.perturbation.replacement=pad: {fault}")
     return int(tokenizer.pad_token_id)

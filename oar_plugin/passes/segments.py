@@ -79,14 +79,14 @@ def segment_response(
     if ids and len(ids) >= max_response_length and ids[-1] not in eos_ids:
         return nothing, Status.TRUNCATED
     if lost.seconds > LOST_SECONDS:
-        warn_once(f"failed or slow searches of a batch took {LOST_SECONDS:g} s; its others are not searched")
+        warn_once(f"failed or slow searches of a batch took {LOST_SECONDS:g} s; the others keep plain GRPO")
         return nothing, Status.SEARCH_FAILED
     segments_L, status, started = None, Status.NO_ANSWER, time.perf_counter()
     try:
         pieces, started = _pieces(token_bytes, ids), time.perf_counter()  # the time of decoding counts only if it fails
         segments_L = segment_tokens(pieces, finder, own)
     except SearchFailed as error:
-        warn_once(str(error))
+        warn_once(f"{error}; such responses keep plain GRPO")
         status = Status.SEARCH_FAILED
     seconds = time.perf_counter() - started
     if status == Status.SEARCH_FAILED or seconds > SLOW_SECONDS:
@@ -108,5 +108,5 @@ def _pieces(token_bytes: TokenBytes, ids: Sequence[int]) -> list[bytes]:
 
 
 @functools.cache
-def warn_once(fault: str) -> None:
-    logger.warning("%s; such responses keep plain GRPO", fault, exc_info=sys.exc_info()[0] is not None)
+def warn_once(text: str) -> None:
+    logger.warning("%s", text, exc_info=sys.exc_info()[0] is not None)

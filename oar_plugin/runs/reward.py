@@ -55,7 +55,7 @@ def compute_score(
         the answer's text. All keys are always present: verl makes a column of each.
     """
     answer, truths = final_answer(solution_str), list(_truths(ground_truth))
-    row = dict.fromkeys(("score", "acc", "no_truth", "no_answer", "unparsed", "failed"), 0.0)
+    row: dict[str, Any] = dict.fromkeys(("score", "acc", "no_truth", "no_answer", "unparsed", "failed"), 0.0)
     row |= {"extracted_answer": answer or ""}
     if not truths:
         index = extra_info.get("index", "?") if isinstance(extra_info, dict) else "?"

@@ -3,7 +3,8 @@ importance that follows."""
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
@@ -79,6 +80,19 @@ def test_any_grouping_and_order_gives_what_single_copies_give(monkeypatch, candi
     length = 55 if probe == "last" else 59
     if whole or max_tokens == 1:
         assert copies.tokens == (3 * length if whole else length + (length - 17) + (length - 47))
+
+
+class Renamed(LlamaForCausalLM):
+    def forward(self, input_ids, cache=None, **named):  # as in transformers 5.24
+        return super().forward(input_ids, past_key_values=cache, **named)
+
+
+def test_a_cache_is_given_by_the_name_that_the_model_inside_an_adapter_has_for_it(llama, candidate):
+    model = Renamed(llama.config).double()
+    model.load_state_dict(llama.state_dict())
+    copies = copies_of(get_peft_model(model, LoraConfig(target_modules=["q_proj"])).eval(), 10_000)
+    assert copies.run(candidate, UNITS) == pytest.approx(copies_of(llama, 10_000).run(candidate, UNITS))
+    assert copies._shares_prefix
 
 
 @pytest.mark.parametrize("max_tokens", [1, 300, 2000])

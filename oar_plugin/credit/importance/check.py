@@ -15,6 +15,7 @@ from oar_plugin.credit import called
 from oar_plugin.credit.importance.base import Backward, Copies, Importance, Parts, Reading, Rows
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
+ABSENT = "; rows.token_N is None in pooled rows (use Backward('answer')), entropy_N if not read, clean_NV without noise"
 ALL, ALONE = slice(None), (slice(0, 1), slice(1, 2), slice(2, 3), slice(0, 0))  # a rank may hold no row
 SHARDS = slice(0, 3), slice(3, 7), slice(7, 7)  # columns of three processes; the last one has padding only
 NUMBERS_37 = torch.linspace(-5, 5, 21).sin().view(3, 7)  # a row's mean is not among its numbers
@@ -42,23 +43,33 @@ def check(kind: Any) -> None:
 
 
 def _check_coefficients(kind: type[Importance], number: int, pooled: bool) -> None:
+    given = list[Tensor]()
+
     def coefficients(importance: Importance, shard: VocabularyShard, chosen: slice, columns: slice = ALL) -> Tensor:
         backward = kind.backwards[number]
         logits_NV = NUMBERS_37[chosen, columns].clone()
         token_N = None if pooled else torch.tensor([0, 3, 6])[chosen]
-        entropy_N = torch.ones(3)[chosen] if backward.of_reasoning and "entropy" in kind.reads else None
+        entropy_N = torch.tensor([0.2, 1, 5])[chosen] if backward.of_reasoning and "entropy" in kind.reads else None
         clean_NV = logits_NV + 0.1 * logits_NV.cos() if pooled and backward.noise else None
         rows = Rows(logits_NV, token_N, torch.arange(3)[chosen], entropy_N, clean_NV, vocabulary=shard)
-        return _result("coefficients", partial(importance.coefficients, number, rows), logits_NV.shape)
+        given.append(logits_NV)
+        try:
+            return _result("coefficients", partial(importance.coefficients, number, rows), logits_NV.shape)
+        except ValueError as fault:
+            raise ValueError(f"{fault}{ABSENT if 'NoneType' in str(fault) else ''}") from None
 
     whole_NV, *alone = (coefficients(kind(), WHOLE_VOCABULARY, chosen) for chosen in (ALL, *ALONE))
+    _require(whole_NV.any(), "coefficients are all 0, and so would be every score; return the factor of each logit")
     _require_equal(torch.cat(alone), whole_NV, "coefficients of a row change with the other rows; use that row only")
     try:
         shared_NV = _together([partial(coefficients, kind(), chosen=ALL, columns=columns) for columns in SHARDS])
         _require_equal(shared_NV, whole_NV, "coefficients differ from those on the whole vocabulary")
     except ValueError as fault:
+        where = "where processes share the vocabulary (tensor parallelism),"
+        if not given[0].equal(NUMBERS_37):
+            where = "coefficients writes into rows.logits_NV, of which a process may hold some columns or none:"
         raise ValueError(
-            f"where processes share the vocabulary (tensor parallelism), {fault}; write "
+            f"{where} {fault}; write "
             "rows.vocabulary.softmax(rows.logits_NV) in place of rows.logits_NV.softmax(-1), rows.vocabulary.total(x) and "
             "largest(x) for the sum and the maximum of x over all processes, rows.signs() for random signs, and "
             "rows.vocabulary.subtract_one_at(x, rows.token_N) for the columns of tokens; a process may hold no column"
@@ -104,6 +115,7 @@ def _check_score(importance: Importance) -> None:
         return _result("score", partial(importance.score, *given), gradient_TH.shape[:-1], signed)
 
     score_T, (batch_T,), *alone = (score(chosen) for chosen in (ALL, None, *ALONE))
+    _require(score_T.any(), "score returned 0 for every token; no token would matter more than another")
     other_shape = "score of a token changes with the other tokens or the shape of the batch, [T, H] or [B, T, H]"
     _require_equal(torch.cat([batch_T, *alone]), score_T.repeat(2), other_shape)
     # In fp16 a pass gives a gradient in float32 and embeddings in fp16. bf16 has 8 bits.
@@ -117,13 +129,17 @@ def _check_combine(importance: Importance) -> None:
     reasoning_BL = torch.tensor([[False, True, True, True], [True, True, False, False], [False] * 4])
 
     def combine(*cut: slice) -> Tensor:  # some responses, without padding at their ends
-        keep_BL, some_BL = reasoning_BL[cut].clone(), (reasoning_BL * (0.5 + 0.4 * NUMBERS_37[:, :4]))[cut]
-        readings: dict[str, Tensor] = {name: -some_BL if name == "log_prob" else +some_BL for name in importance.reads}
-        score_KBL = some_BL.repeat(len(importance.backwards), 1, 1)
+        # From 0.1 to 7.4, other numbers for each backward and reading: what a difference or a threshold makes is not all 0.
+        keep_BL, some_BL = reasoning_BL[cut].clone(), (reasoning_BL * (2 * NUMBERS_37[:, :4]).exp())[cut]
+        readings: dict[str, Tensor] = {n: some_BL.sqrt() * (0.9 if n == "entropy" else -1) for n in importance.reads}
+        score_KBL = some_BL ** torch.arange(1, len(importance.backwards) + 1)[:, None, None]
         parts = Parts(score_KBL, keep_BL, torch.arange(12).view(3, 4)[cut].clone(), readings)
         return _result("combine", partial(importance.combine, parts), keep_BL.shape, False, reasoning_BL[cut])
 
     whole_BL = combine(ALL, ALL)
+    _require(
+        importance.contexts or whole_BL[reasoning_BL].any(), "combine returned 0 for every token, as in plain GRPO"
+    )
     for cut in ((slice(0, 1), ALL), (slice(1, 2), slice(2))):
         other_rows = "combine gives a response other numbers in a batch than alone; use its own tokens only"
         _require_equal(combine(*cut)[reasoning_BL[cut]], whole_BL[cut][reasoning_BL[cut]], other_rows)

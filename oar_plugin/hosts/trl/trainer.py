@@ -38,7 +38,7 @@ class OarGRPOTrainer(GRPOTrainer):
     """TRL's GRPO, with each token's advantage times its weight.
 
     Args:
-        oar: settings, by the names that they have below `algorithm.oar`: `{"importance": "fisher", "dump": {"dir": "credit"}}`.
+        oar: settings, by the names that they have below `algorithm.oar`: `{"importance": "fisher", "dump.dir": "credit"}`.
             A relative `dump.dir` is below `args.output_dir`.
 
     All other arguments are TRL's. Metrics are in its log, under `oar/`.

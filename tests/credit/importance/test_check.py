@@ -107,6 +107,11 @@ def tokens_of_any_shard(self, number, rows):
     return shares_NV
 
 
+def subtracts_in_place(self, number, rows):
+    rows.logits_NV[torch.arange(len(rows.logits_NV)), rows.token_N] -= 1
+    return rows.logits_NV
+
+
 def above_the_mean(self, number, rows):
     count = rows.vocabulary.total(torch.tensor(float(rows.logits_NV.shape[-1])))
     return (rows.logits_NV > rows.vocabulary.total(rows.logits_NV.sum(-1, keepdim=True)) / count).float()
@@ -127,6 +132,7 @@ def fails_with_tokens(self, number, rows):
 
 
 SHARED = "where processes share the vocabulary (tensor parallelism), coefficients"
+WRITES = "coefficients writes into rows.logits_NV, of which a process may hold some columns or none: coefficients"
 
 
 def waits_on_one_process(self, number, rows):
@@ -164,7 +170,7 @@ NO_SCORE = "*it has backwards and no method score (one number per token from its
         own("copies must be None or Copies(...)", copies=1.0),
         own(NOT_7, coefficients=lambda self, number, rows: rows.logits_NV.sum(-1)),
         # Pooled rows have no tokens.
-        own("coefficients failed*NoneType*", backwards=(Backward("probe"),)),
+        own("coefficients failed*NoneType*; rows.token_N is None in pooled rows*", backwards=(Backward("probe"),)),
         # A rank may hold no row of the answer.
         own("coefficients failed*max()*", coefficients=lambda *given: given[2].logits_NV * given[2].logits_NV.max()),
         own("score returned float, wanted a tensor of shape (3,)", score=lambda *_: 1.0),
@@ -197,7 +203,15 @@ NO_SCORE = "*it has backwards and no method score (one number per token from its
         own("combine gives a response*", combine=lambda self, parts: parts.score_KBL[0] / parts.score_KBL[0].max()),
         own(f"{SHARED} failed*a process may hold no column", coefficients=largest_of_own_columns),
         own(f"{SHARED} differ*", coefficients=tokens_of_any_shard),
-        own(f"{SHARED} differ*", coefficients=lambda *given: given[2].logits_NV.copy_(given[2].logits_NV.softmax(-1))),
+        own(f"{WRITES} differ*", coefficients=lambda *given: given[2].logits_NV.copy_(given[2].logits_NV.softmax(-1))),
+        own(f"{WRITES} failed: IndexError*subtract_one_at*", coefficients=subtracts_in_place),
+        own(
+            f"{WRITES} failed: IndexError*",
+            coefficients=lambda *given: given[2].logits_NV.index_fill_(1, torch.tensor([6]), 0),
+        ),
+        own("coefficients are all 0*", coefficients=lambda *given: given[2].logits_NV * 0),
+        own("score returned 0 for every token*", score=lambda self, gradient, _: gradient.sum(-1) * 0),
+        own("combine returned 0 for every token*", combine=lambda self, parts: parts.score_KBL[0] * 0),
         own(f"{SHARED} differ*", coefficients=lambda *given: given[2].logits_NV.softmax(-1) * 1e-8),
         own("coefficients of a row*", coefficients=lambda *given: given[2].logits_NV.sub_(given[2].logits_NV.mean(0))),
         own("combine gives*", combine=lambda self, parts: parts.score_KBL[0].div_(parts.score_KBL[0].max())),
@@ -214,6 +228,11 @@ NO_SCORE = "*it has backwards and no method score (one number per token from its
         own("combine failed*log_prob_BL is not*reads = frozenset({?log_prob?})*", combine=surprisal),
         own(NOT_READ, reads=LOG_PROB, combine=lambda self, parts: parts.entropy_BL),
         own(reads=LOG_PROB, combine=surprisal),
+        # Thresholds and differences give most of the check's tokens 0, not all.
+        own(reads=ENTROPY, combine=lambda self, parts: parts.entropy_BL > 1),
+        own(reads=LOG_PROB | ENTROPY, combine=lambda self, parts: (parts.entropy_BL + parts.log_prob_BL).abs()),
+        own(backwards=2 * (Backward("answer"),), combine=lambda self, parts: parts.score_KBL.diff(dim=0)[0].relu()),
+        own(score=lambda *pair: signed(*pair).relu()),
         # Tokens outside of the reasoning are ignored, and scores for `combine` may be negative.
         own(combine=lambda self, parts: parts.score_KBL[0] / parts.reasoning_BL),
         own(score=signed, combine=lambda self, parts: parts.score_KBL[0].abs()),

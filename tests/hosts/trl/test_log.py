@@ -16,7 +16,7 @@ from tests.hosts.trl.watched import Watched, watched
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    oar = {"dump": {"dir": "credit", "every": 2, "groups": 1}}
+    oar = {"dump": {"every": 2, "groups": 1}, "dump.dir": "credit"}
     return watched(tmp_path_factory.mktemp("run"), oar, per_device_train_batch_size=8, max_steps=3)
 
 
