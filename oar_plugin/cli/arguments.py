@@ -21,10 +21,6 @@ _COMPOSING = {
     "antlr4": "antlr4-python3-runtime==4.9.3",
 }
 """Module -> package: what reads a recipe, which extends verl's own files. Hydra 1.3 works with this antlr only."""
-_PLANS = (
-    "to train, use an environment that was made for verl, which may want an older transformers; for plans and dry runs, "
-    "without a change of what is installed"
-)
 COMPOSING = f"pip install --no-deps {' '.join(_COMPOSING.values())}"
 
 
@@ -34,7 +30,10 @@ def missing_package(command: str, *modules: str | None) -> int:
         text = f"{name} is not installed here; {_INSTALL.get(name, f'pip install {name}')}"
         if name in _COMPOSING:  # one line for all of them
             lacking = {module: one for module, one in _COMPOSING.items() if module == name or find_spec(module) is None}
-            text = f"not installed here: {', '.join(lacking)}; {_PLANS}: pip install --no-deps {' '.join(lacking.values())}"
+            why = "training needs verl's own environment, which may want an older transformers; plans and dry runs need only"
+            text = (
+                f"not installed here: {', '.join(lacking)}; {why}: pip install --no-deps {' '.join(lacking.values())}"
+            )
         say(f"oar {command}: {text}", sys.stderr)
     return 1
 

@@ -4,12 +4,12 @@ import argparse
 import os
 import shlex
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, requires
 from pathlib import Path
 from typing import Any
 
 from oar_plugin.cli.arguments import COMPOSING, listed, missing_package, positive, whole
-from oar_plugin.output import say
+from oar_plugin.output import cause, say
 
 _HELP = f"""\
 Run a recipe. Before anything starts, OAR checks data, model, reward and memory, and verl and OAR its configuration. The same
@@ -113,7 +113,12 @@ def _launch(args: argparse.Namespace) -> int:
             try:
                 check_config(run.config)
             except ImportError as error:
-                findings.append(preflight.without_verl(error, files_seen and not args.dry_run))
+                level: preflight.Level = "missing" if files_seen and not args.dry_run else "not checked"
+                wanted = next(
+                    (one for one in requires("verl") or () if one.startswith("transformers")), "its own packages"
+                )
+                advice = f"to train, use an environment that was made for this verl, which wants {wanted}"
+                findings.append(preflight.Finding("verl", level, f"cannot be imported here: {cause(error)}", advice))
         for finding in (finding for finding in findings if finding.level != "ok" and finding not in said):
             advice = finding.advice and f"; {finding.advice}"
             say(f"oar launch: {finding.subject}: {finding.level}: {finding.text}{advice}", sys.stderr)

@@ -3,7 +3,7 @@
 import importlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,33 +13,35 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from oar_plugin.hosts.verl.capabilities import host_folder
 from oar_plugin.output import did_you_mean
+from oar_plugin.runs.recipe import flat
 
 _ALLOWED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-_RULES = {pattern: (text, rule) for text, rule in _ALLOWED["numbers"].items() for pattern in rule["keys"]}
+_RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    pattern: (text, rule) for text, rule in _ALLOWED["numbers"].items() for pattern in rule["keys"]
+}
 
 
 def wrong_values(config: DictConfig, verls: Mapping[str, Any]) -> list[str]:
-    """Return a sentence per key whose value is no number or switch, or out of bounds; `verls` are the keys' default values.
-
-    A key that refers to another one is named only if no other key is wrong.
-    """
-    faults: dict[bool, list[str]] = {False: [], True: []}
+    """Return a sentence per key whose value is no number or switch, or out of bounds; `verls` are the keys' default values."""
+    written = dict(flat(OmegaConf.to_container(config)))
+    faults = []
     for key, default in verls.items():
         text, rule = next((_RULES[pattern] for pattern in _RULES if fnmatchcase(key, pattern)), ("a number", {}))
-        value, (parent, _, name) = OmegaConf.select(config, key), key.rpartition(".")
+        refers = re.match(r"\$\{(?!oc.env)", str(written.get(key)))  # to a key that is looked at itself
+        if refers or not (rule or isinstance(default, int | float)):
+            continue
+        value = OmegaConf.select(config, key)
         if isinstance(default, bool):
             text, fits = "True or False", not isinstance(value, str)
-        elif value is default is None or not (rule or isinstance(default, int | float)):
-            continue
+        elif value is None:
+            fits = default is None or not rule
         elif isinstance(value, bool) or not isinstance(value, int | float):
-            fits = value is None and not rule
+            fits = False
         else:
             fits = isinstance(value, int) or not (rule.get("whole") or math.isnan(value))
             fits &= rule.get("least", -math.inf) <= value <= rule.get("most", math.inf)
-        if not fits:
-            refers = OmegaConf.is_interpolation(OmegaConf.select(config, parent), name)
-            faults[refers].append(f"{key}={value}: allowed: {text}")
-    return faults[False] or faults[True]
+        faults += [] if fits else [f"{key}={value}: allowed: {text}"]
+    return faults
 
 
 def unknown_names(config: DictConfig) -> Iterator[str]:
@@ -48,23 +50,23 @@ def unknown_names(config: DictConfig) -> Iterator[str]:
         given, names = OmegaConf.select(config, key), rule["names"]
         read = all(OmegaConf.select(config, other) == value for other, value in rule.get("only", {}).items())
         for name in (given if isinstance(given, ListConfig) else [given]) if read else []:
-            more = [] if name is None or name in names else _of_verl(rule, config) or [name]
+            more = [] if name is None or name in names else _of_verl(rule, name, config)
             if name is not None and name not in [*names, *more]:
-                names = sorted({*names, *more}) if "registry" in rule else names
+                names = sorted({*names, *more})
                 yield f"{key}={name}: verl has no such name{did_you_mean(str(name), names)}; allowed: {', '.join(names)}"
 
 
-def _of_verl(rule: Mapping[str, Any], config: DictConfig) -> list[str]:
-    """Return the names in a registry of verl, or the strings in a file of verl's; none if that is not installed here."""
+def _of_verl(rule: Mapping[str, Any], name: str, config: DictConfig) -> Collection[str]:
+    """Return the names in a registry of verl, or `name` if it is in a file of verl's, or if that is not installed here."""
     if "file" in rule:
         file = host_folder() / rule["file"]
-        return re.findall(r'"([^"\n]*)"', file.read_text("utf-8")) if file.is_file() else []
+        return [] if file.is_file() and f'"{name}"' not in file.read_text("utf-8") else [name]
     module, _, path = rule["registry"].partition(":")
     own = OmegaConf.select(config, "actor_rollout_ref.model.external_lib") or []
     try:  # the user's modules as verl's workers do
         *_, held = map(importlib.import_module, [*([own] if isinstance(own, str) else own), module])
     except ImportError:
-        return []
+        return [name]
     for part in path.split("."):
         held = held[part] if isinstance(held, dict) else getattr(held, part)
-    return list(held)
+    return held

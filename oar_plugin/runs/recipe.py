@@ -95,10 +95,10 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         group, dot, _ = key.partition(".")  # a key without a dot is a variable, one with "@" a group of files
         if not dot or "@" in key or _PASSED_ON.search(key) or f"\n{key}." in known:
             continue
-        hint = did_you_mean(key, verls)
+        hint = did_you_mean(key, [one for one in verls if one.endswith(f".{key}")] or verls)
         if place in overrides and f"\n{group}." in known:
-            _say_once(f"oar: {place}: verl's configuration has no such key, and it may have no effect{hint}")
-        elif f"${{{group}." not in OmegaConf.to_yaml(config):
+            _note(f"oar: {place}: verl's configuration has no such key, and it may have no effect{hint}")
+        elif place not in overrides or f"${{{group}." not in OmegaConf.to_yaml(config):
             faults.append(f"{place}: verl has no key {key}{hint}")
     if faults:
         raise RecipeError("\n".join(faults))
@@ -116,7 +116,7 @@ def _search_path(file: Path) -> str:
     return f"hydra.searchpath={json.dumps(places, ensure_ascii=False)}"
 
 
-_say_once = functools.cache(functools.partial(say, file=sys.stderr))
+_note = functools.cache(lambda text: say(text, sys.stderr))  # once, for whatever number of runs
 _PASSED_ON = re.compile(r"^hydra\.|^algorithm\.oar\.|kwargs|kw_args|\boverride_|\bmbridge_config")
 """Keys that verl does not define: Hydra's, OAR's, which `OarConfig` checks, and those that verl passes on."""
 
@@ -191,8 +191,6 @@ def check_config(config: DictConfig) -> None:
         with contextlib.redirect_stdout(nowhere := io.StringIO()), contextlib.redirect_stderr(nowhere):
             validate_config(config, need_reference_policy(config), need_critic(config))
             omega_conf_to_dataclass(config.actor_rollout_ref.rollout)  # as verl's workers do
-            if need_reference_policy(config):
-                omega_conf_to_dataclass(config.actor_rollout_ref.ref)
         if settings.switched_on(config):
             settings.resolve(config)
     except OarConfigError as error:

@@ -15,7 +15,7 @@ import yaml
 from oar_plugin.cli.main import main
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.runs import recipe, run_folder
-from oar_plugin.runs.launch import job
+from oar_plugin.runs.launch import job, preflight
 from oar_plugin.runs.launch.job import for_nodes
 from verl_cpu.launch import cpu_environment
 
@@ -109,6 +109,38 @@ def test_what_is_missing_stops_a_run_and_not_a_dry_one(child, capfd, environment
     assert capfd.readouterr().out == "s7 INFO\n"
 
 
+def test_what_is_missing_is_said_before_verl_is_imported(monkeypatch, capsys):
+    monkeypatch.setattr(recipe, "check_config", lambda config: pytest.fail("verl takes minutes from a slow disk"))
+    assert main(["launch", ONE]) == 1
+    assert "not started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("dry", "level", "status"), [(["--dry-run"], "not checked", 0), ([], "missing", 1)])
+def test_a_dry_run_does_without_verls_check_where_verl_cannot_be_imported(dry, level, status, monkeypatch, capsys):
+    def check(config):
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+    monkeypatch.setattr(recipe, "check_config", check)
+    monkeypatch.setattr(
+        preflight, "examine", lambda *args, **kwargs: (None, [preflight.Finding("memory", "note", "?")])
+    )
+    assert main(["launch", ONE, *dry]) == status
+    assert f"verl: {level}: cannot be imported here: ModuleNotFoundError: No module named 'ray'; to train, use an" in (
+        said := capsys.readouterr().err
+    )
+    assert "which wants transformers" in said
+
+
+def test_validation_says_what_it_validates_and_needs_no_resume(tmp_path, environment, capsys):
+    environment["OAR_CHECKPOINTS"] = str(tmp_path)
+    folder = run_folder.begin(recipe.compose_recipe(recipe.find_recipe(ONE)))
+    words = ["launch", ONE, "--dry-run", "trainer.val_only=True", "actor_rollout_ref.rollout.val_kwargs.n=2"]
+    for said in ("the untrained model Qwen/Qwen2.5-7B, without a", f"the checkpoint {folder}/global_step_40"):
+        assert main(words) == 0
+        assert f"Validates {said}" in capsys.readouterr().err
+        (folder / "latest_checkpointed_iteration.txt").write_text("40")
+
+
 def test_files_of_a_container_are_not_looked_for(capsys):
     assert main(["launch", FOUR, "--on", "slurm", "--dry-run", "--srun=--container-image=i.sqsh"]) == 0
     said = capsys.readouterr()
@@ -158,10 +190,12 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{ONE} --srun=-x", "--srun belongs to --on slurm, this is --on local"),
         ("seven", "seven: neither a folder nor a recipe; recipes: qwen2_5_0_5b_gsm8k,"),
         (f"{ONE} data.no_such_key=1", "verl has no key data.no_such_key"),
-        (f"{ONE} actor_rollout_ref.actor.use_dynamic_bsz=False data.train_batch_size=7", "verl refuses this"),
+        (f"{ONE} --dry-run actor_rollout_ref.actor.use_dynamic_bsz=False data.train_batch_size=7", "verl refuses this"),
         (f"{ONE} algorithm.oar.tau=2", "algorithm.oar.tau"),
         (f"{ONE} algorithm.oar.tauu=2", "algorithm.oar.tauu=2: unknown key; did you mean algorithm.oar.tau?"),
-        (f"{ONE} +actor_rollout_ref.rollout.nope=1", "verl refuses this"),
+        (f"{ONE} --dry-run +actor_rollout_ref.rollout.nope=1", "verl refuses this"),
+        (f"{ONE} --dry-run +actor_rollout_ref.model.nope=1", "actor_rollout_ref.model.nope: verl has no such key"),
+        (f"{ONE} trainer.val_only=True trainer.val_before_train=False", "trainer.val_before_train=False with"),
         (f"{ONE} --gpu H1", "--gpu H1"),
         (f"{ONE} --seeds 2 trainer.experiment_name=x", "two of these runs would write there; use --name"),
     ],

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
@@ -16,6 +17,8 @@ from oar_plugin.runs.run_folder import (
     KeepRun,
     RunRefused,
     begin,
+    end,
+    has_finished,
     record_of,
 )
 
@@ -24,10 +27,10 @@ def config(folder, **changes):
     """Of a run with a few settings: some count, some do not."""
     settings = {
         "data": {"train_files": ["${oc.env:OAR_DATA,/home}/train.parquet"], "seed": 1},
-        "actor_rollout_ref": {"rollout": {"seed": "${data.seed}", "n": 8}},
+        "actor_rollout_ref": {"model": {"path": "you/base"}, "rollout": {"seed": "${data.seed}", "n": 8}},
         "trainer": {
             **{"default_local_dir": str(folder), "logger": ["console"], "save_freq": 20},
-            **{"total_epochs": 1, "resume_mode": "auto"},
+            **{"total_epochs": 1, "resume_mode": "auto", "val_only": False, "val_before_train": True},
         },
         "ray_kwargs": {"ray_init": {"runtime_env": {"py_executable": None}}},
         "hydra": {"job": {"num": "???"}, "sweep": {"subdir": "${hydra.job.num}"}},  # as there is no sweep of Hydra's
@@ -82,6 +85,35 @@ def test_resume_goes_on_with_other_settings_and_keeps_the_old_ones(folder):
     assert begin(longer) == folder  # and so does a requeue, with whatever it says
     assert (folder / "global_step_20").is_dir()
     assert "trainer.total_epochs: 1\n" in (folder / "run.1.yaml").read_text()
+
+
+@pytest.mark.parametrize("state", ["unfinished", "failed", "finished"])
+def test_validation_leaves_a_run_as_it_is(folder, state, capsys):
+    end(folder, state)
+    (folder / "latest_checkpointed_iteration.txt").write_text("20\n")
+    before = (folder / RECORD).read_bytes()
+    only = config(folder, trainer__val_only=True, actor_rollout_ref__rollout__val_kwargs={"n": 32})
+    KeepRun().on_run_start(only)
+    KeepRun().on_job_end(only, SimpleNamespace(status=JobStatus.COMPLETED))
+    assert f"validates the checkpoint {folder}/global_step_20\n" in capsys.readouterr().err
+    assert (folder / RECORD).read_bytes() == before
+    assert begin(config(folder)) == (None if state == "finished" else folder), "the original command goes on"
+
+
+def test_validation_in_a_new_folder_is_that_of_the_untrained_model_and_training_may_follow(tmp_path, capsys):
+    only = config(tmp_path / "new", trainer__val_only=True)
+    KeepRun().on_run_start(only)
+    KeepRun().on_job_end(only, SimpleNamespace(status=JobStatus.COMPLETED))
+    assert "validates the untrained model you/base, without a checkpoint of" in capsys.readouterr().err
+    assert not has_finished(config(tmp_path / "new"))
+    assert begin(config(tmp_path / "new")) == tmp_path / "new"
+
+
+def test_a_record_of_an_older_version_has_more_keys(folder):
+    record = yaml.safe_load((folder / RECORD).read_text())
+    record["settings"] |= {"trainer.val_only": False, "trainer.ray_wait_register_center_timeout": 300}
+    (folder / RECORD).write_text(yaml.safe_dump(record))
+    assert begin(config(folder)) == folder
 
 
 def test_where_a_process_trains_no_other_one_enters(tmp_path, monkeypatch):

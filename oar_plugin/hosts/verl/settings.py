@@ -33,9 +33,10 @@ class Refused(NamedTuple):
         return f"{key or self.key}={value}: {self.reason}; allowed: {f'{self.key}=' if key else ''}{allowed}"
 
 
-_TABLES: dict[str, list[dict[str, Any]]] = yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text("utf-8"))
-REFUSED = {when: [Refused(**one) for one in table] for when, table in _TABLES.items()}
-FUSED_BACKENDS = ("torch", "triton", "liger")
+REFUSED = {
+    when: [Refused(**one) for one in table]
+    for when, table in yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text("utf-8")).items()
+}
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
 _OR_LOCAL = "or algorithm.oar.perturbation.backend=actor"
@@ -133,17 +134,19 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     engines = oar.offloads and not ray_trainer
     if engines and installed() is None:
         yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_OR_LOCAL}"
-    tables = {"always": True, "v1": not ray_trainer, "megatron": megatron, "contexts": oar.contexts, "engines": engines}
+    fused = not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels")
+    tables = {
+        "always": True,
+        "fused": fused,
+        "v1": not ray_trainer,
+        "megatron": megatron,
+        "contexts": oar.contexts,
+        "engines": engines,
+    }
     for refused in (one for when, needed in tables.items() if needed for one in REFUSED[when]):
         value = OmegaConf.select(config, refused.key)
         if value not in refused.allowed:
             yield refused.fault(value)
-    backend = OmegaConf.select(config, f"{_MODEL}.fused_kernel_options.impl_backend")
-    if not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels") and backend not in FUSED_BACKENDS:
-        yield (
-            f"{_MODEL}.fused_kernel_options.impl_backend={backend} with {_MODEL}.use_fused_kernels=True: verl has no such "
-            f"forward, and fails when it reads log-probs; allowed: {', '.join(FUSED_BACKENDS)}"
-        )
     if megatron:
         yield from _virtual_pipeline_faults(config)
         if oar.copies is not None and not oar.offloads:

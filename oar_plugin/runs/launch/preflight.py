@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import runpy
 from collections.abc import Sequence
-from importlib.metadata import requires
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -57,13 +56,6 @@ def examine(
         unseen = "on the nodes, cannot be checked from here"
         return made, [memory, *(Finding(subject, "not checked", unseen) for subject in ("data", "model", "reward"))]
     return made, [memory, _examine_data(config), _examine_model(config, local), _examine_reward(config)]
-
-
-def without_verl(error: ImportError, needed: bool) -> Finding:
-    """Return the finding that verl cannot be imported here, with the transformers that it wants."""
-    wanted = next((one for one in requires("verl") or () if one.startswith("transformers")), "its own packages")
-    advice = f"to train, use an environment that was made for this verl, which wants {wanted}"
-    return Finding("verl", "missing" if needed else "not checked", f"cannot be imported here: {cause(error)}", advice)
 
 
 def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None, Finding]:
