@@ -13,7 +13,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from oar_plugin.hosts.verl.capabilities import host_folder
 from oar_plugin.output import did_you_mean
-from oar_plugin.runs.recipe import flat
 
 _ALLOWED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 _RULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -21,14 +20,16 @@ _RULES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def wrong_values(config: DictConfig, verls: Mapping[str, Any]) -> list[str]:
-    """Return a sentence per key whose value is no number or switch, or out of bounds; `verls` are the keys' default values."""
-    written = dict(flat(OmegaConf.to_container(config)))
+def wrong_values(config: DictConfig, written: Mapping[str, Any], verls: Mapping[str, Any]) -> list[str]:
+    """Return a sentence per key whose value is no number or switch, or out of bounds.
+
+    `written` are the values of all keys before they are resolved, `verls` those of verl's own configuration.
+    """
     faults = []
     for key, default in verls.items():
         text, rule = next((_RULES[pattern] for pattern in _RULES if fnmatchcase(key, pattern)), ("a number", {}))
         refers = re.match(r"\$\{(?!oc.env)", str(written.get(key)))  # to a key that is looked at itself
-        if refers or not (rule or isinstance(default, int | float)):
+        if refers or rule.get("free") or not (rule or isinstance(default, int | float)):
             continue
         value = OmegaConf.select(config, key)
         if isinstance(default, bool):

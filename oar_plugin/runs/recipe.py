@@ -83,7 +83,8 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         # In a file Hydra accepts an unknown key, and verl then runs with its default for the key that was meant.
         files = [file for name in (variant, "recipe") if (file := folder / f"{name}.yaml").is_file()]
         given = [(key, file) for file in files for key, _ in flat(OmegaConf.to_container(OmegaConf.load(file)))]
-        faults = wrong_values(config, verls := _verls(config.model_engine))
+        written, verls = dict(flat(OmegaConf.to_container(config))), _verls(config.model_engine)
+        faults = wrong_values(config, written, verls)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
         if unknown := re.match(r"Could not override '([\w.]+)'", reason):
