@@ -4,7 +4,7 @@ import argparse
 import os
 import shlex
 import sys
-from importlib.metadata import entry_points, requires
+from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +114,8 @@ def _launch(args: argparse.Namespace) -> int:
                 check_config(run.config)
             except ImportError as error:
                 level: preflight.Level = "missing" if files_seen and not args.dry_run else "not checked"
-                wanted = next(
-                    (one for one in requires("verl") or () if one.startswith("transformers")), "its own packages"
-                )
+                verls = (line for found in distributions(name="verl") for line in found.requires or ())
+                wanted = next((line for line in verls if line.startswith("transformers")), "its own packages")
                 advice = f"to train, use an environment that was made for this verl, which wants {wanted}"
                 findings.append(preflight.Finding("verl", level, f"cannot be imported here: {cause(error)}", advice))
         for finding in (finding for finding in findings if finding.level != "ok" and finding not in said):

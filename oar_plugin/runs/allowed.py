@@ -15,9 +15,6 @@ from oar_plugin.hosts.verl.capabilities import host_folder
 from oar_plugin.output import did_you_mean
 
 _ALLOWED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-_RULES: dict[str, tuple[str, dict[str, Any]]] = {
-    pattern: (text, rule) for text, rule in _ALLOWED["numbers"].items() for pattern in rule["keys"]
-}
 
 
 def wrong_values(config: DictConfig, written: Mapping[str, Any], verls: Mapping[str, Any]) -> list[str]:
@@ -27,7 +24,9 @@ def wrong_values(config: DictConfig, written: Mapping[str, Any], verls: Mapping[
     """
     faults = []
     for key, default in verls.items():
-        text, rule = next((_RULES[pattern] for pattern in _RULES if fnmatchcase(key, pattern)), ("a number", {}))
+        matching = (one for one in _ALLOWED["numbers"] if any(fnmatchcase(key, pattern) for pattern in one["keys"]))
+        rule: dict[str, Any] = next(matching, {})
+        text = rule.get("text", "a number")
         refers = re.match(r"\$\{(?!oc.env)", str(written.get(key)))  # to a key that is looked at itself
         if refers or rule.get("free") or not (rule or isinstance(default, int | float)):
             continue

@@ -62,7 +62,7 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    from oar_plugin.hosts.verl.hydra_conf import command_line, misspelt
+    from oar_plugin.hosts.verl.hydra_conf import command_line, config_folder, misspelt
     from oar_plugin.runs.allowed import wrong_values
 
     if not (folder / f"{variant}.yaml").is_file():
@@ -75,14 +75,19 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         import verl  # noqa: F401  `+GROUP=NAME`: verl's other plugins add their groups when it is imported
 
     try:
+        paths = [path for name in (variant, "recipe") if (path := folder / f"{name}.yaml").is_file()]
+        files = {path: OmegaConf.load(path) for path in paths}
+        # Its folder in place of verl's package, which would be imported.
+        places = (str(place) for place in OmegaConf.select(files[paths[0]], "hydra.searchpath") or [])
+        found = [f"file://{config_folder()}" if place == "pkg://verl.trainer.config" else place for place in places]
+        search_path = f"hydra.searchpath={json.dumps(found, ensure_ascii=False)}"
         with (
             command_line([*entry_point(folder, variant), *overrides]),
             initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
         ):
-            config = compose(config_name=variant, overrides=[*overrides, _search_path(folder / f"{variant}.yaml")])
+            config = compose(config_name=variant, overrides=[*overrides, search_path])
         # In a file Hydra accepts an unknown key, and verl then runs with its default for the key that was meant.
-        files = [file for name in (variant, "recipe") if (file := folder / f"{name}.yaml").is_file()]
-        given = [(key, file) for file in files for key, _ in flat(OmegaConf.to_container(OmegaConf.load(file)))]
+        given = [(key, path) for path, file in files.items() for key, _ in flat(OmegaConf.to_container(file))]
         written, verls = dict(flat(OmegaConf.to_container(config))), _verls(config.model_engine)
         faults = wrong_values(config, written, verls)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
@@ -104,17 +109,6 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     if faults:
         raise RecipeError("\n".join(faults))
     return config
-
-
-def _search_path(file: Path) -> str:
-    """Return an override of a recipe's search path that has verl's folder in place of verl's package."""
-    from omegaconf import OmegaConf
-
-    from oar_plugin.hosts.verl.hydra_conf import config_folder
-
-    given = OmegaConf.select(OmegaConf.load(file), "hydra.searchpath") or []
-    places = [f"file://{config_folder()}" if place == "pkg://verl.trainer.config" else str(place) for place in given]
-    return f"hydra.searchpath={json.dumps(places, ensure_ascii=False)}"
 
 
 _note = functools.cache(lambda text: say(text, sys.stderr))  # once, for whatever number of runs
@@ -171,7 +165,7 @@ def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
 
 
 def check_config(config: DictConfig) -> None:
-    """Raise RecipeError for a configuration that verl or OAR would refuse at the start of training, or for names at its end."""
+    """Raise RecipeError for a configuration that verl or OAR would refuse at the start of training or at the first update."""
     from hydra.utils import get_class
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
@@ -180,18 +174,16 @@ def check_config(config: DictConfig) -> None:
     from oar_plugin.hosts.verl import settings
     from oar_plugin.runs.allowed import unknown_names
 
-    faults, model = list(unknown_names(config)), config.actor_rollout_ref.model
-    known = {
-        "_target_",
-        *(field.name for field in fields(get_class(model._target_))),
-    }  # to build one loads the tokenizer
-    if faults := faults + [f"actor_rollout_ref.model.{key}: verl has no such key" for key in model if key not in known]:
+    if faults := list(unknown_names(config)):
         raise RecipeError("\n".join(faults))
     try:
         # verl prints a success message, but standard output is reserved for the command or script.
         with contextlib.redirect_stdout(nowhere := io.StringIO()), contextlib.redirect_stderr(nowhere):
             validate_config(config, need_reference_policy(config), need_critic(config))
             omega_conf_to_dataclass(config.actor_rollout_ref.rollout)  # as verl's workers do
+        model = config.actor_rollout_ref.model  # building it would load a tokenizer
+        if unknown := model.keys() - {"_target_", *(field.name for field in fields(get_class(model._target_)))}:
+            raise RecipeError(f"no such key: actor_rollout_ref.model.{min(unknown)}")
         if settings.switched_on(config):
             settings.resolve(config)
     except OarConfigError as error:

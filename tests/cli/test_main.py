@@ -21,6 +21,7 @@ RECIPE = "qwen2_5_7b_math"
     ("words", "status", "out", "err"),
     [
         *(([command, "--help"], 0, f"usage: oar {command}", "") for command in COMMANDS),
+        *(([command, "--help"], 0, COMPOSING, "") for command in ("plan", "launch")),
         (["--version"], 0, f"oar_plugin {__version__}\n", ""),
         (["trian"], 2, "", "doctor"),
         # A wrong option is not taken for an override.
@@ -160,13 +161,3 @@ def test_what_composing_lacks_is_one_line_to_copy(command, modules, line):
     out, err = printed(modules, command, RECIPE, *(["--dry-run"] if command == "launch" else []))
     assert (out, err.count("\n")) == ("", 1)
     assert re.fullmatch(f"oar {command}: {line}\n", err)
-
-
-@pytest.mark.parametrize("text", ["oar plan --help", "oar launch --help", "recipes/README.md"])
-def test_what_a_plan_needs_is_the_same_line_everywhere(text, capsys):
-    if text.startswith("oar"):
-        with pytest.raises(SystemExit):
-            main(text.split()[1:])
-    else:
-        print((ROOT / text).read_text())
-    assert COMPOSING in capsys.readouterr().out

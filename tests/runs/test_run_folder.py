@@ -18,7 +18,6 @@ from oar_plugin.runs.run_folder import (
     RunRefused,
     begin,
     end,
-    has_finished,
     record_of,
 )
 
@@ -87,26 +86,22 @@ def test_resume_goes_on_with_other_settings_and_keeps_the_old_ones(folder):
     assert "trainer.total_epochs: 1\n" in (folder / "run.1.yaml").read_text()
 
 
-@pytest.mark.parametrize("state", ["unfinished", "failed", "finished"])
-def test_validation_leaves_a_run_as_it_is(folder, state, capsys):
-    end(folder, state)
-    (folder / "latest_checkpointed_iteration.txt").write_text("20\n")
-    before = (folder / RECORD).read_bytes()
-    only = config(folder, trainer__val_only=True, actor_rollout_ref__rollout__val_kwargs={"n": 32})
+@pytest.mark.parametrize("state", ["unfinished", "failed", "finished", None])
+def test_validation_leaves_a_run_as_it_is_and_says_what_it_validates(tmp_path, state, capsys):
+    run = config(tmp_path / "run")
+    if state:
+        end(begin(run), state)
+        (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("20\n")
+    before = record_of(tmp_path / "run")
+    only = config(tmp_path / "run", trainer__val_only=True, actor_rollout_ref__rollout__val_kwargs={"n": 32})
     KeepRun().on_run_start(only)
     KeepRun().on_job_end(only, SimpleNamespace(status=JobStatus.COMPLETED))
-    assert f"validates the checkpoint {folder}/global_step_20\n" in capsys.readouterr().err
-    assert (folder / RECORD).read_bytes() == before
-    assert begin(config(folder)) == (None if state == "finished" else folder), "the original command goes on"
-
-
-def test_validation_in_a_new_folder_is_that_of_the_untrained_model_and_training_may_follow(tmp_path, capsys):
-    only = config(tmp_path / "new", trainer__val_only=True)
-    KeepRun().on_run_start(only)
-    KeepRun().on_job_end(only, SimpleNamespace(status=JobStatus.COMPLETED))
-    assert "validates the untrained model you/base, without a checkpoint of" in capsys.readouterr().err
-    assert not has_finished(config(tmp_path / "new"))
-    assert begin(config(tmp_path / "new")) == tmp_path / "new"
+    what = (
+        f"the checkpoint {tmp_path}/run/global_step_20\n" if state else "the untrained model you/base, without a checkp"
+    )
+    assert f"oar: validates {what}" in capsys.readouterr().err
+    assert record_of(tmp_path / "run") == before
+    assert begin(run) == (None if state == "finished" else tmp_path / "run"), "the original command goes on"
 
 
 def test_a_record_of_an_older_version_has_more_keys(folder):
