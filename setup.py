@@ -72,6 +72,7 @@ setup(
             "py.typed",
             "cli/*.json",
             "runs/*.yaml",
+            "hosts/verl/*.yaml",
             "hosts/verl/conf/**/*.yaml",
             "page/*.j2",
             "page/*.js",

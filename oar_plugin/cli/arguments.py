@@ -21,16 +21,20 @@ _COMPOSING = {
     "antlr4": "antlr4-python3-runtime==4.9.3",
 }
 """Module -> package: what reads a recipe, which extends verl's own files. Hydra 1.3 works with this antlr only."""
+COMPOSING = f"pip install --no-deps {' '.join(_COMPOSING.values())}"
 
 
 def missing_package(command: str, *modules: str | None) -> int:
     """Print that `oar command` needs these modules, one line each, and return the exit status 1."""
     for name in (str(module).partition(".")[0] for module in modules):
-        advice = _INSTALL.get(name, f"pip install {name}")
-        if name in _COMPOSING:  # one line for all of them, which leaves what is installed as it is
-            lacking = [package for module, package in _COMPOSING.items() if module == name or find_spec(module) is None]
-            advice = f"pip install --no-deps {' '.join(lacking)}"
-        say(f"oar {command}: {name} is not installed here; {advice}", sys.stderr)
+        text = f"{name} is not installed here; {_INSTALL.get(name, f'pip install {name}')}"
+        if name in _COMPOSING:  # one line for all of them
+            lacking = {module: one for module, one in _COMPOSING.items() if module == name or find_spec(module) is None}
+            why = "training needs verl's own environment, which may want an older transformers; plans and dry runs need only"
+            text = (
+                f"not installed here: {', '.join(lacking)}; {why}: pip install --no-deps {' '.join(lacking.values())}"
+            )
+        say(f"oar {command}: {text}", sys.stderr)
     return 1
 
 

@@ -4,16 +4,17 @@ import argparse
 import os
 import shlex
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from typing import Any
 
-from oar_plugin.cli.arguments import listed, missing_package, positive, whole
-from oar_plugin.output import say
+from oar_plugin.cli.arguments import COMPOSING, listed, missing_package, positive, whole
+from oar_plugin.output import cause, say
 
-_HELP = """\
-Run a recipe. Before anything starts, verl and OAR check its configuration (in a dry run the planner stands in for verl), then
-data, model, reward and memory. The same command resumes unfinished runs.
+_HELP = f"""\
+Run a recipe. Before anything starts, OAR checks data, model, reward and memory, and verl and OAR its configuration. The same
+command resumes unfinished runs; with trainer.val_only=True it validates what a run has reached, and leaves the run as it is.
+A dry run does without verl's check where verl cannot be imported, as after {COMPOSING}
 
   local        on this machine (recipes of one node)
   ray          on bare nodes: starts Ray on each by ssh, trains on the first, stops Ray at the end and after Ctrl-C
@@ -107,13 +108,23 @@ def _launch(args: argparse.Namespace) -> int:
         run_folder.check(run.config, os.environ.get(run_folder.START, ""))
         jobs.append(job := job_of(run, recipe, on, vars(args), environment))
         made, findings = preflight.examine(run.config, gpu, files_seen=files_seen, local=local)
-        if not (args.dry_run and made):  # the planner's checks are verl's, which takes seconds to import
-            check_config(run.config)
+        # Importing verl takes seconds, from a slow disk minutes: what is missing is said before.
+        if args.dry_run or args.no_check or all(finding.level != "missing" for finding in findings):
+            try:
+                check_config(run.config)
+            except ImportError as error:
+                level: preflight.Level = "missing" if files_seen and not args.dry_run else "not checked"
+                verls = (line for found in distributions(name="verl") for line in found.requires or ())
+                wanted = next((line for line in verls if line.startswith("transformers")), "its own packages")
+                advice = f"to train, use an environment that was made for this verl, which wants {wanted}"
+                findings.append(preflight.Finding("verl", level, f"cannot be imported here: {cause(error)}", advice))
         for finding in (finding for finding in findings if finding.level != "ok" and finding not in said):
             advice = finding.advice and f"; {finding.advice}"
             say(f"oar launch: {finding.subject}: {finding.level}: {finding.text}{advice}", sys.stderr)
         said.update(findings)
         hours = made.summary if made else f"Hours are not known: {findings[0].text}."
+        if validated := run_folder.only_validates(run.config):
+            hours = f"Validates {validated if files_seen else 'its last checkpoint, or the untrained model'}."
         say(f"oar launch: {run.name}: {job.needs}, checkpoints in {run.folder}. {hours}", sys.stderr)
     if args.dry_run:
         print(("---\n" if on == "kubernetes" else "").join(job.text for job in jobs), end="")

@@ -3,13 +3,14 @@
 import argparse
 import sys
 
-from oar_plugin.cli.arguments import missing_package, number, share
+from oar_plugin.cli.arguments import COMPOSING, missing_package, number, share
 from oar_plugin.output import say
 from oar_plugin.runs.plan.hardware import GIB, GPUS, SCORED, choose_gpu
 
-_HELP = """\
+_HELP = f"""\
 Plan a recipe before it starts: memory of a GPU by phase, seconds that OAR adds, hours of the run, and whether it fits. Reads
-verl's own files; starts nothing, needs no GPU, no network, no import of verl.
+verl's own files; starts nothing, needs no GPU, no network, no import of verl. Without verl this is enough, and changes nothing
+that is installed: {COMPOSING}
 
 example: oar plan qwen2_5_32b_megatron trainer.nnodes=8 --gpu H200-141
 exit status: 0 it fits (also if tightly), 1 it does not, 2 the configuration or an argument cannot work

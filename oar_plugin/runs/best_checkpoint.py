@@ -31,7 +31,7 @@ class KeepBest(CheckpointCallback):
         self._folder = Path(config.trainer.default_local_dir)
         self._best = self._folder / FOLDER
         self._saved: Path | None = None
-        if config.trainer.resume_mode != "auto" and config.trainer.save_freq > 0:
+        if config.trainer.resume_mode != "auto" and config.trainer.save_freq > 0 and not config.trainer.get("val_only"):
             self._guarded(self._put_aside)
 
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **_: Any) -> None:

@@ -11,13 +11,15 @@ import functools
 import io
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import oar_plugin
-from oar_plugin.output import did_you_mean
+from oar_plugin.output import did_you_mean, say
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -52,7 +54,7 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
     verl is imported, which takes seconds, only for config groups of its other plugins. Raise RecipeError for a recipe that does
-    not exist or compose, and for a key that verl does not know.
+    not exist or compose, for a key that verl does not know, and for a value that is none of its key.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
@@ -60,63 +62,71 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    from oar_plugin.hosts.verl.hydra_conf import command_line, misspelt
+    from oar_plugin.hosts.verl.hydra_conf import command_line, config_folder, misspelt
+    from oar_plugin.runs.allowed import wrong_values
 
     if not (folder / f"{variant}.yaml").is_file():
         raise RecipeError(f"{folder} has no {variant}.yaml: name a recipe's folder, such as recipes/qwen2_5_7b_math")
     if fault := misspelt(overrides):
         raise RecipeError(fault)
-    if any(word.startswith("+") for word in overrides) and any(
+    if any(re.match(r"\+\w+=", word) for word in overrides) and any(
         not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")
     ):
         import verl  # noqa: F401  `+GROUP=NAME`: verl's other plugins add their groups when it is imported
 
     try:
+        paths = [path for name in (variant, "recipe") if (path := folder / f"{name}.yaml").is_file()]
+        files = {path: OmegaConf.load(path) for path in paths}
+        # Its folder in place of verl's package, which would be imported.
+        places = (str(place) for place in OmegaConf.select(files[paths[0]], "hydra.searchpath") or [])
+        found = [f"file://{config_folder()}" if place == "pkg://verl.trainer.config" else place for place in places]
+        search_path = f"hydra.searchpath={json.dumps(found, ensure_ascii=False)}"
         with (
             command_line([*entry_point(folder, variant), *overrides]),
             initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
         ):
-            config = compose(config_name=variant, overrides=[*overrides, _search_path(folder / f"{variant}.yaml")])
+            config = compose(config_name=variant, overrides=[*overrides, search_path])
         # In a file Hydra accepts an unknown key, and verl then runs with its default for the key that was meant.
-        files = [file for name in (variant, "recipe") if (file := folder / f"{name}.yaml").is_file()]
-        keys = [key for file in files for key, _ in flat(OmegaConf.to_container(OmegaConf.load(file)))]
-        # A key without a dot is a variable.
-        _verls(config.model_engine, tuple(key for key in keys if "." in key and not _PASSED_ON.search(key)))
+        given = [(key, path) for path, file in files.items() for key, _ in flat(OmegaConf.to_container(file))]
+        written, verls = dict(flat(OmegaConf.to_container(config))), _verls(config.model_engine)
+        faults = wrong_values(config, written, verls)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
         if unknown := re.match(r"Could not override '([\w.]+)'", reason):
-            known = {key for engine in ("dp", "megatron") for key, _ in flat(_verls(engine))}
-            reason = f"verl has no key {unknown[1]}{did_you_mean(unknown[1], known)}; on the command line +KEY adds one"
+            hint = did_you_mean(unknown[1], _verls("dp") | _verls("megatron"))
+            reason = f"verl has no key {unknown[1]}{hint}; on the command line +KEY adds one"
         raise RecipeError(f"{folder / variant}.yaml does not compose: {reason}") from error
+    known, words = "".join(f"\n{key}." for key in verls), (word for word in overrides if "=" in word)
+    for key, place in [*given, *((word.lstrip("+~").partition("=")[0], word) for word in words)]:
+        group, dot, _ = key.partition(".")  # a key without a dot is a variable, one with "@" a group of files
+        if not dot or "@" in key or _PASSED_ON.search(key) or f"\n{key}." in known:
+            continue
+        hint = did_you_mean(key, [one for one in verls if one.endswith(f".{key}")] or verls)
+        if place in overrides and f"\n{group}." in known:
+            _note(f"oar: {place}: verl's configuration has no such key, and it may have no effect{hint}")
+        elif place not in overrides or f"${{{group}." not in OmegaConf.to_yaml(config):
+            faults.append(f"{place}: verl has no key {key}{hint}")
+    if faults:
+        raise RecipeError("\n".join(faults))
     return config
 
 
-def _search_path(file: Path) -> str:
-    """Return an override of a recipe's search path that has verl's folder in place of verl's package."""
-    from omegaconf import OmegaConf
-
-    from oar_plugin.hosts.verl.hydra_conf import config_folder
-
-    given = OmegaConf.select(OmegaConf.load(file), "hydra.searchpath") or []
-    places = [f"file://{config_folder()}" if place == "pkg://verl.trainer.config" else str(place) for place in given]
-    return f"hydra.searchpath={json.dumps(places, ensure_ascii=False)}"
-
-
-_PASSED_ON = re.compile(r"^hydra\.|^algorithm\.oar\.|kwargs|\boverride_")
+_note = functools.cache(lambda text: say(text, sys.stderr))  # once, for whatever number of runs
+_PASSED_ON = re.compile(r"^hydra\.|^algorithm\.oar\.|kwargs|kw_args|\boverride_|\bmbridge_config")
 """Keys that verl does not define: Hydra's, OAR's, which `OarConfig` checks, and those that verl passes on."""
 
 
 @functools.cache
-def _verls(engine: str, keys: tuple[str, ...] = ()) -> Any:
-    """Return verl's own configuration. Hydra refuses keys that it does not have, as it does on the command line."""
+def _verls(engine: str) -> dict[str, Any]:
+    """Return `a.b.c -> value` for all keys of verl's own configuration."""
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf
 
     from oar_plugin.hosts.verl.hydra_conf import config_folder
 
-    words = [f"model_engine={engine}", *(f"{key}=null" for key in keys)]
     with initialize_config_dir(str(config_folder()), version_base=None):
-        return OmegaConf.to_container(compose("ppo_trainer", words))
+        composed = compose("ppo_trainer", [f"model_engine={engine}"])
+    return dict(flat(OmegaConf.to_container(composed, resolve=True)))
 
 
 def flat(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -155,18 +165,25 @@ def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
 
 
 def check_config(config: DictConfig) -> None:
-    """Raise RecipeError for a configuration that verl or OAR would refuse at the start of training."""
+    """Raise RecipeError for a configuration that verl or OAR would refuse at the start of training or at the first update."""
+    from hydra.utils import get_class
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     from oar_plugin.config import OarConfigError
     from oar_plugin.hosts.verl import settings
+    from oar_plugin.runs.allowed import unknown_names
 
+    if faults := list(unknown_names(config)):
+        raise RecipeError("\n".join(faults))
     try:
         # verl prints a success message, but standard output is reserved for the command or script.
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(nowhere := io.StringIO()), contextlib.redirect_stderr(nowhere):
             validate_config(config, need_reference_policy(config), need_critic(config))
             omega_conf_to_dataclass(config.actor_rollout_ref.rollout)  # as verl's workers do
+        model = config.actor_rollout_ref.model  # building it would load a tokenizer
+        if unknown := model.keys() - {"_target_", *(field.name for field in fields(get_class(model._target_)))}:
+            raise RecipeError(f"no such key: actor_rollout_ref.model.{min(unknown)}")
         if settings.switched_on(config):
             settings.resolve(config)
     except OarConfigError as error:

@@ -8,9 +8,10 @@ if it can see it.
 import itertools
 import json
 import os
+import re
 import sys
 import traceback
-from fnmatch import fnmatch
+from fnmatch import translate
 from pathlib import Path
 from typing import IO, Any
 from unittest import mock
@@ -29,6 +30,7 @@ RECORD, LOCK = "run.yaml", "run.lock"
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
 _IGNORED = yaml.safe_load(Path(__file__).with_name("ignored_keys.yaml").read_text(encoding="utf-8"))
+_changes_nothing = re.compile("|".join(map(translate, _IGNORED))).match
 _ADVICE = (
     f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to start "
     "over; another name (--name, trainer.experiment_name) starts a separate run"
@@ -46,13 +48,27 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
     run = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     with mock.patch.dict(os.environ, {name: f"${name}" for name in PLACES}):
         plain: Any = OmegaConf.to_container(run, resolve=True)
-    # A key that matches a pattern changes no result.
-    kept = {key: value for key, value in flat(plain) if not any(fnmatch(key, pattern) for pattern in _IGNORED)}
-    return dict(json.loads(json.dumps(kept)))
+    return dict(json.loads(json.dumps({key: value for key, value in flat(plain) if not _changes_nothing(key)})))
+
+
+def only_validates(config: DictConfig) -> str:
+    """Return what a run with `trainer.val_only=True` validates, "" for one that trains. RunRefused: verl would train."""
+    trainer, latest = config.trainer, _folder(config) / "latest_checkpointed_iteration.txt"  # as verl finds it
+    if not trainer.get("val_only"):
+        return ""
+    if not trainer.val_before_train:
+        raise RunRefused("trainer.val_before_train=False with trainer.val_only=True: verl would train; allowed: True")
+    if trainer.resume_mode == "resume_path":
+        return f"the checkpoint {trainer.resume_from_path}"
+    if trainer.resume_mode == "auto" and latest.is_file():
+        return f"the checkpoint {latest.with_name('global_step_')}{latest.read_text(encoding='utf-8').strip()}"
+    return f"the untrained model {config.actor_rollout_ref.model.path}, without a checkpoint of {latest.parent}"
 
 
 def check(config: DictConfig, start: str = "") -> None:
-    """Raise RunRefused if the folder's run had other settings. `start` is the value of `OAR_START`."""
+    """Raise RunRefused if the folder's run had other settings and this one trains. `start` is the value of `OAR_START`."""
+    if only_validates(config):
+        return
     folder, new = _folder(config), settings_of(config)
     old = record_of(folder).get("settings", new)
     differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
@@ -64,11 +80,12 @@ def check(config: DictConfig, start: str = "") -> None:
 def has_finished(config: DictConfig) -> bool:
     """Return whether the folder's run has finished with the same settings, so that starting it again would do nothing."""
     record = {"state": "finished", "settings": settings_of(config)}
-    return bool(config.trainer.resume_mode == "auto" and record_of(_folder(config)) == record)
+    resumes = config.trainer.resume_mode == "auto" and not only_validates(config)
+    return bool(resumes and record_of(_folder(config)) == record)
 
 
 def begin(config: DictConfig, start: str = "") -> Path | None:
-    """Open a run's folder, write `run.yaml`, and lock the folder until this process ends.
+    """Open a run's folder, write `run.yaml` if it trains, and lock the folder until this process ends.
 
     If the recorded settings differ, the old `run.yaml` is renamed. Return the folder, or None if the run has already finished.
     Raise RunRefused as `check` does, or if another process trains there.
@@ -78,6 +95,8 @@ def begin(config: DictConfig, start: str = "") -> Path | None:
         return None
     folder, settings = _folder(config), settings_of(config)
     _lock(folder)
+    if only_validates(config):
+        return folder
     if record_of(folder).get("settings", settings) != settings:
         (folder / RECORD).rename(free_path(folder / RECORD))
     write_whole(folder / RECORD, yaml.safe_dump({"state": "unfinished", "settings": settings}, sort_keys=False))
@@ -98,7 +117,8 @@ def record_of(folder: Path) -> dict[str, Any]:
     file = folder / RECORD
     try:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return {"state": str(record["state"]), "settings": dict(record["settings"])}
+        settings = dict(record["settings"]).items()  # an older version has recorded more of them
+        return {"state": str(record["state"]), "settings": {k: v for k, v in settings if not _changes_nothing(k)}}
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
@@ -141,6 +161,8 @@ class KeepRun(Callback):
         if opened is None:
             say(f"oar: {_folder(config)}: this run has finished; move the folder away to start it again", sys.stderr)
             sys.exit(0)
+        if validated := only_validates(config):
+            say(f"oar: validates {validated}", sys.stderr)
         (opened / "metrics").mkdir(exist_ok=True)
         metrics = free_path(opened / "metrics" / "start.jsonl")  # verl's file logger would empty the last start's
         places = {"VERL_FILE_LOGGER_PATH": str(metrics), "TENSORBOARD_DIR": str(opened / "tensorboard")}
@@ -150,5 +172,6 @@ class KeepRun(Callback):
         OmegaConf.set_struct(config.ray_kwargs.ray_init.runtime_env, False)  # verl 0.9.0 adds its own variable
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Record how the run ended. Hydra does not call this if the process is killed."""
-        end(_folder(config), "finished" if job_return.status is JobStatus.COMPLETED else "failed")
+        """Record how training ended. Hydra does not call this if the process is killed."""
+        if not only_validates(config):
+            end(_folder(config), "finished" if job_return.status is JobStatus.COMPLETED else "failed")

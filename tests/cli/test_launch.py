@@ -15,7 +15,7 @@ import yaml
 from oar_plugin.cli.main import main
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.runs import recipe, run_folder
-from oar_plugin.runs.launch import job
+from oar_plugin.runs.launch import job, preflight
 from oar_plugin.runs.launch.job import for_nodes
 from verl_cpu.launch import cpu_environment
 
@@ -109,6 +109,23 @@ def test_what_is_missing_stops_a_run_and_not_a_dry_one(child, capfd, environment
     assert capfd.readouterr().out == "s7 INFO\n"
 
 
+def test_verl_is_imported_last_and_a_dry_run_does_without_it(monkeypatch, capsys):
+    def check(config):
+        raise ModuleNotFoundError("No module named 'ray'", name="ray")
+
+    monkeypatch.setattr(recipe, "check_config", check)
+    assert main(["launch", ONE]) == 1, "data are missing"
+    assert "ray" not in capsys.readouterr().err
+    for words, level, status in ((["--dry-run"], "not checked", 0), ([], "missing", 1)):
+        assert main(["launch", ONE, *words]) == status
+        said = capsys.readouterr().err
+        assert (
+            f"verl: {level}: cannot be imported here: ModuleNotFoundError: No module named 'ray'; to train, use" in said
+        )
+        assert "which wants transformers" in said
+        monkeypatch.setattr(preflight, "examine", lambda *_, **__: (None, [preflight.Finding("memory", "note", "?")]))
+
+
 def test_files_of_a_container_are_not_looked_for(capsys):
     assert main(["launch", FOUR, "--on", "slurm", "--dry-run", "--srun=--container-image=i.sqsh"]) == 0
     said = capsys.readouterr()
@@ -158,10 +175,12 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{ONE} --srun=-x", "--srun belongs to --on slurm, this is --on local"),
         ("seven", "seven: neither a folder nor a recipe; recipes: qwen2_5_0_5b_gsm8k,"),
         (f"{ONE} data.no_such_key=1", "verl has no key data.no_such_key"),
-        (f"{ONE} actor_rollout_ref.actor.use_dynamic_bsz=False data.train_batch_size=7", "verl refuses this"),
+        (f"{ONE} --dry-run actor_rollout_ref.actor.use_dynamic_bsz=False data.train_batch_size=7", "verl refuses this"),
         (f"{ONE} algorithm.oar.tau=2", "algorithm.oar.tau"),
         (f"{ONE} algorithm.oar.tauu=2", "algorithm.oar.tauu=2: unknown key; did you mean algorithm.oar.tau?"),
-        (f"{ONE} +actor_rollout_ref.rollout.nope=1", "verl refuses this"),
+        (f"{ONE} --dry-run +actor_rollout_ref.rollout.nope=1", "verl refuses this"),
+        (f"{ONE} --dry-run +actor_rollout_ref.model.nope=1", "no such key: actor_rollout_ref.model.nope"),
+        (f"{ONE} trainer.val_only=True trainer.val_before_train=False", "trainer.val_before_train=False with"),
         (f"{ONE} --gpu H1", "--gpu H1"),
         (f"{ONE} --seeds 2 trainer.experiment_name=x", "two of these runs would write there; use --name"),
     ],
@@ -207,8 +226,9 @@ def test_a_folder_of_a_run_with_other_settings_is_refused_or_resumed(tmp_path, e
     said = capsys.readouterr().err
     assert f"{folder} holds a run with other settings" in said
     assert "actor_rollout_ref.actor.optim.lr: 5.0 there, 1e-06 now" in said
-    for more in (["--seed", "2"], ["--name", "mine"], ["--resume"]):
+    for more in (["--seed", "2"], ["--name", "mine"], ["--resume"], ["trainer.val_only=True"]):
         assert main([*words, *more]) == 0
+    assert "Validates the untrained model Qwen/Qwen2.5-7B, without a checkpoint of" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_is_reported_and_the_next_one_starts(child, capfd):

@@ -1,14 +1,18 @@
-"""Mistyped keys of overrides and of a recipe's files."""
+"""Mistyped keys and wrong values of overrides and of a recipe's files."""
 
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("verl")
 
-from oar_plugin.runs.recipe import RecipeError, compose_recipe, find_recipe
+from oar_plugin.runs.allowed import unknown_names
+from oar_plugin.runs.recipe import RecipeError, check_config, compose_recipe, find_recipe
 
-RECIPE = find_recipe("qwen2_5_32b_megatron")
+CASES = json.loads(Path(__file__).with_name("cases.json").read_text())
+RECIPE, MATH = find_recipe("qwen2_5_32b_megatron"), find_recipe("qwen2_5_7b_math")
 ROLLOUT, MEGATRON = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
 
 
@@ -55,3 +59,49 @@ def test_a_key_of_a_recipes_file(tmp_path, old, new, said):
         compose_recipe(mine)
     assert str(mine) in str(refused.value)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("key", CASES["values"])
+def test_a_value_that_is_none_of_its_key_is_refused_with_what_is_allowed(key):
+    for value in CASES["values"][key]:
+        with pytest.raises(RecipeError, match=rf"^{key}=.*: allowed: .+\Z"):  # and no other key
+            compose_recipe(MATH, "oar", [f"{key}={value}"])
+
+
+def test_values_and_added_keys_that_verl_reads_are_accepted(capsys):
+    for variant, words in CASES["accepted"].items():
+        compose_recipe(MATH, variant, words)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("word", CASES["added"])
+def test_an_added_key_that_nothing_reads(word):
+    with pytest.raises(RecipeError) as refused:
+        compose_recipe(RECIPE, "oar", [word])
+    assert CASES["added"][word] in str(refused.value)
+
+
+def test_an_added_key_that_code_of_ones_own_may_read_is_noted_once(capsys):
+    for _ in range(2):
+        compose_recipe(RECIPE, "oar", ["+trainer.save_frq=1", "+data.mine='${mine.x}'", "+mine.x=1"])
+    notes = [note.split(":") for note in capsys.readouterr().err.splitlines()]
+    assert [note[1] for note in notes] == [" +trainer.save_frq=1", " +data.mine='${mine.x}'"]
+    assert notes[0][2].endswith("did you mean trainer.save_freq?")
+
+
+@pytest.mark.parametrize("key", CASES["names"])
+def test_a_name_that_verl_does_not_have(key):
+    wrong, right = CASES["names"][key]
+    said = rf"^{key}={wrong.strip('[]')}: verl has no such name.*; allowed: .*\b{right}\b"
+    with pytest.raises(RecipeError, match=said):
+        check_config(compose_recipe(MATH, "oar", [f"{key}={wrong}"]))
+    check_config(compose_recipe(MATH, "grpo", [f"{key}={right}"]))
+
+
+def test_names_of_modules_of_ones_own_are_known(tmp_path, monkeypatch):
+    module = "from verl.trainer.ppo.core_algos import register_policy_loss as register\nregister('mine')(len)\n"
+    (tmp_path / "my_losses.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    for own, faults in (("null", 1), ("only_on_the_nodes", 0), ("my_losses", 0), ("null", 0)):
+        words = ["actor_rollout_ref.actor.policy_loss.loss_mode=mine", f"actor_rollout_ref.model.external_lib={own}"]
+        assert len(list(unknown_names(compose_recipe(RECIPE, "oar", words)))) == faults

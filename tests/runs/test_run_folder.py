@@ -16,6 +16,7 @@ from oar_plugin.runs.run_folder import (
     KeepRun,
     RunRefused,
     begin,
+    end,
     record_of,
 )
 
@@ -24,10 +25,10 @@ def config(folder, **changes):
     """Of a run with a few settings: some count, some do not."""
     settings = {
         "data": {"train_files": ["${oc.env:OAR_DATA,/home}/train.parquet"], "seed": 1},
-        "actor_rollout_ref": {"rollout": {"seed": "${data.seed}", "n": 8}},
+        "actor_rollout_ref": {"model": {"path": "you/base"}, "rollout": {"seed": "${data.seed}", "n": 8}},
         "trainer": {
             **{"default_local_dir": str(folder), "logger": ["console"], "save_freq": 20},
-            **{"total_epochs": 1, "resume_mode": "auto"},
+            **{"total_epochs": 1, "resume_mode": "auto", "val_only": False, "val_before_train": True},
         },
         "ray_kwargs": {"ray_init": {"runtime_env": {"py_executable": None}}},
         "hydra": {"job": {"num": "???"}, "sweep": {"subdir": "${hydra.job.num}"}},  # as there is no sweep of Hydra's
@@ -56,6 +57,8 @@ def folder(tmp_path):
 )
 def test_the_same_settings_resume(folder, changes, monkeypatch):
     monkeypatch.setenv("OAR_DATA", "/elsewhere")  # the same files
+    with (folder / RECORD).open("a") as record:
+        record.write("  trainer.val_only: false\n")  # as an older version has recorded
     assert begin(config(folder, **changes)) == folder
     assert [path.name for path in folder.parent.iterdir()] == ["run"]
 
@@ -82,6 +85,24 @@ def test_resume_goes_on_with_other_settings_and_keeps_the_old_ones(folder):
     assert begin(longer) == folder  # and so does a requeue, with whatever it says
     assert (folder / "global_step_20").is_dir()
     assert "trainer.total_epochs: 1\n" in (folder / "run.1.yaml").read_text()
+
+
+@pytest.mark.parametrize("state", ["unfinished", "failed", "finished", None])
+def test_validation_leaves_a_run_as_it_is_and_says_what_it_validates(tmp_path, state, capsys):
+    run = config(tmp_path / "run")
+    if state:
+        end(begin(run), state)
+        (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("20\n")
+    before = record_of(tmp_path / "run")
+    only = config(tmp_path / "run", trainer__val_only=True, actor_rollout_ref__rollout__val_kwargs={"n": 32})
+    KeepRun().on_run_start(only)
+    KeepRun().on_job_end(only, SimpleNamespace(status=JobStatus.COMPLETED))
+    what = (
+        f"the checkpoint {tmp_path}/run/global_step_20\n" if state else "the untrained model you/base, without a checkp"
+    )
+    assert f"oar: validates {what}" in capsys.readouterr().err
+    assert record_of(tmp_path / "run") == before
+    assert begin(run) == (None if state == "finished" else tmp_path / "run"), "the original command goes on"
 
 
 def test_where_a_process_trains_no_other_one_enters(tmp_path, monkeypatch):

@@ -49,9 +49,11 @@ def misspelt(arguments: Sequence[str]) -> str | None:
     for word in arguments:
         if word.startswith("+oar="):
             return f"{word}: presets are chosen without the plus sign; write {word[1:]}"
-        key = word.partition("=")[0]
-        if key != word and key.startswith(f"{PREFIX}.") and (fault := unknown_key(key.split(".")[2:])):
-            return f"{word}: {fault}"
+        key, equals, value = word.lstrip("+").partition("=")
+        outside = key.startswith("oar.")  # where nothing reads it
+        key = f"algorithm.{key}" if outside else key
+        if equals and key.startswith(f"{PREFIX}.") and ((fault := unknown_key(key.split(".")[2:])) or outside):
+            return f"{word}: {fault or f'OAR has its keys below {PREFIX}; write {key}={value}'}"
     return None
 
 

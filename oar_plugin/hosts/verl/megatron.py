@@ -34,7 +34,7 @@ from oar_plugin.hosts.verl.importance_pass import (
     register_engines,
     seconds_between,
 )
-from oar_plugin.hosts.verl.settings import MEGATRON_REFUSED, copies_under_megatron
+from oar_plugin.hosts.verl.settings import REFUSED, copies_under_megatron
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
 from oar_plugin.passes.request import IMPORTANCE, Request
@@ -43,7 +43,7 @@ from oar_plugin.passes.taps import Tap, UnsupportedModelError, logit_changes
 _ROUTES = "routed_experts"  # verl's field for router replay
 _ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 
-# What is refused of Megatron's transformer config, besides `MEGATRON_REFUSED`: only a built model shows it.
+# What is refused of Megatron's transformer config, besides `REFUSED`: only a built model shows it.
 MODEL_REFUSED = {
     "moe_router_force_load_balancing": "it routes at random; set it to False",
     "moe_router_force_biased": "it routes at random; leave it out",
@@ -271,7 +271,7 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
         for name, advice in MODEL_REFUSED.items():
             if (value := getattr(config, name, None)) not in _UNSET:
                 raise UnsupportedModelError(f"{name}={value} in Megatron's transformer config: {advice}")
-        for refused in MEGATRON_REFUSED:
+        for refused in REFUSED["megatron"]:
             name = refused.in_model or ""
             if (value := getattr(config, name, None)) not in _UNSET:
                 raise UnsupportedModelError(refused.fault(value, name))

@@ -3,8 +3,10 @@
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import OarConfig, OarConfigError
@@ -22,7 +24,7 @@ class Refused(NamedTuple):
     """A setting of verl's with values that OAR does not support."""
 
     key: str
-    allowed: tuple[Any, ...]  # None: not set
+    allowed: list[Any]  # None: not set
     reason: str
     in_model: str | None = None  # the attribute of a built Megatron model's transformer config that shows the setting
 
@@ -32,63 +34,13 @@ class Refused(NamedTuple):
         return f"{key or self.key}={value}: {self.reason}; allowed: {f'{self.key}=' if key else ''}{allowed}"
 
 
-REFUSED = (
-    Refused("critic.enable", (False, None), "OAR reshapes group-relative advantages and uses no critic"),
-    Refused("actor_rollout_ref.actor.strategy", tuple(STRATEGIES), "not supported by OAR"),
-    # Keys of verl's branch `neo`. `use_neoproto` is an older name of the second value of `data_plane`.
-    Refused("trainer.data_plane", ("classic", None), "its workers return only fields that verl lists, and no importance"),
-    Refused("trainer.use_neoproto", (False, None), "its workers return only fields that verl lists, and no importance"),
-    Refused("actor_rollout_ref.model.override_config.return_dict", (None, True), "verl and OAR read outputs by name"),
-    Refused("algorithm.oar.context.truth", (None, "null"), "verl has right answers in reward_model.ground_truth only"),
-)  # fmt: skip
-FUSED_BACKENDS = ("torch", "triton", "liger")
-V1_REFUSED = (Refused("trainer.v1.trainer_mode", tuple(capabilities.TRAINERS), "not supported by OAR"),)
-
-_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-MEGATRON_REFUSED = (
-    Refused(f"{_ACTOR}.megatron.dynamic_context_parallel", (False, None),
-            "its groups change with every micro-batch, and scores would be summed over the wrong ranks"),
-    Refused(f"{_ACTOR}.megatron.use_megatron_fsdp", (False, None),
-            "its sharded weights were not tested with a backward that freezes them"),
-    Refused(f"{_ACTOR}.megatron.override_transformer_config.fp8", (None, False),
-            "a backward in fp8 moves its scaling history, which belongs to training", in_model="fp8"),
-    Refused(f"{_ACTOR}.megatron.override_transformer_config.moe_expert_capacity_factor", (None, "null"),
-            "which tokens an expert drops depends on the other rows of a batch", in_model="moe_expert_capacity_factor"),
-    Refused(f"{_ACTOR}.megatron.override_transformer_config.moe_input_jitter_eps", (None, "null"),
-            "it draws random numbers, and routes would differ in each forward", in_model="moe_input_jitter_eps"),
-    Refused(f"{_ACTOR}.megatron.dtype", ("bfloat16", "float32", None),
-            "gradients vanish in fp16 unless they are scaled, by a number that the first stage of a pipeline does not know"),
-    Refused(f"{_ACTOR}.megatron.qat.enable", (False, None), "quantised layers were not tested"),
-    Refused(f"{_MODEL}.use_fused_kernels", (False, None),
-            "the fused kernels never form the answer's logits, which the probe reads"),
-    Refused(f"{_MODEL}.mtp.enable", (False, None),
-            "the extra heads call the embedding and the vocabulary projection that OAR hooks a second time",
-            in_model="mtp_num_layers"),
-    Refused(f"{_MODEL}.lora.rank", (0, None), "adapters under Megatron were not tested"),
-)  # fmt: skip
-
-_ROLLOUT = "actor_rollout_ref.rollout"
+REFUSED = {
+    when: [Refused(**one) for one in table]
+    for when, table in yaml.safe_load(Path(__file__).with_name("refused.yaml").read_text("utf-8")).items()
+}
+_ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
-_ONE_ENGINE = "a response and its copies must meet the same engine, which was tested with 1 only"
 _OR_LOCAL = "or algorithm.oar.perturbation.backend=actor"
-OFFLOAD_REFUSED = (
-    Refused(f"{_ROLLOUT}.name", ("vllm", _OR_LOCAL), "copies are scored inside vLLM's workers"),
-    Refused(f"{_ROLLOUT}.agent.agent_loop_manager_class", (None, MANAGER, "null", _OR_LOCAL),
-            "copies are scored by an agent-loop manager of our own"),
-    Refused(f"{_ROLLOUT}.engine_kwargs.vllm.worker_extension_cls", (None, "unset", _OR_LOCAL),
-            "vLLM takes one worker extension, and this needs its own"),
-    Refused(f"{_ROLLOUT}.data_parallel_size", (1, None, _OR_LOCAL), _ONE_ENGINE),
-    Refused(f"{_ROLLOUT}.pipeline_model_parallel_size", (1, None, _OR_LOCAL), _ONE_ENGINE),
-    Refused(f"{_ROLLOUT}.disaggregation.enabled", (False, None, _OR_LOCAL), "not tested with copies in the engine"),
-    Refused(f"{_ROLLOUT}.mtp.enable_rollout", (False, None, _OR_LOCAL), "not tested with copies in the engine"),
-)  # fmt: skip
-
-CONTEXTS_REFUSED = (
-    Refused("algorithm.use_kl_in_reward", (False, None),
-            "a contrast needs the sign of the advantage, which is not known before the log-probs"),
-    Refused(f"{_ACTOR}.megatron.router_replay.mode", ("disabled", None),
-            "a contrast reads responses after other prompts, and routes are recorded after their own"),
-)  # fmt: skip
 
 
 def copies_under_megatron(importance: str) -> str:
@@ -192,18 +144,19 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     engines = oar.offloads and not ray_trainer
     if engines and installed() is None:
         yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_OR_LOCAL}"
-    more = (MEGATRON_REFUSED if megatron else ()) + (CONTEXTS_REFUSED if oar.contexts else ())
-    more += OFFLOAD_REFUSED if engines else ()
-    for refused in REFUSED + (() if ray_trainer else V1_REFUSED) + more:
+    fused = not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels")
+    tables = {
+        "always": True,
+        "fused": fused,
+        "v1": not ray_trainer,
+        "megatron": megatron,
+        "contexts": oar.contexts,
+        "engines": engines,
+    }
+    for refused in (one for when, needed in tables.items() if needed for one in REFUSED[when]):
         value = OmegaConf.select(config, refused.key)
         if value not in refused.allowed:
             yield refused.fault(value)
-    backend = OmegaConf.select(config, f"{_MODEL}.fused_kernel_options.impl_backend")
-    if not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels") and backend not in FUSED_BACKENDS:
-        yield (
-            f"{_MODEL}.fused_kernel_options.impl_backend={backend} with {_MODEL}.use_fused_kernels=True: verl has no such "
-            f"forward, and fails when it reads log-probs; allowed: {', '.join(FUSED_BACKENDS)}"
-        )
     if megatron:
         yield from _virtual_pipeline_faults(config)
         if oar.copies is not None and not oar.offloads:
