@@ -173,21 +173,17 @@ class OarConfig(_Settings):
     @model_validator(mode="after")
     def _check_together(self) -> "OarConfig":
         if not self.answer_patterns and self.probe != "last":
-            raise ValueError(
-                f"probe={self.probe} needs to know where the answer is, but answer_patterns is empty; "
-                "allowed: probe=last, or at least one pattern"
-            )
+            fault = f"probe={self.probe} needs to know where the answer is, but answer_patterns is empty"
+            raise ValueError(f"{fault}; allowed: probe=last, or at least one pattern")
         self._check_conflicts(self.importance_object)
         if self.offloads and (name := self.actor_importance) is not None:
             try:
                 fallback = importance_of(name)
+                if fallback.copies is not None:
+                    allowed = f"none, {without_copies()}, or python:<module>:<class>"
+                    raise ValueError(f"the actor would run masked copies; allowed: {allowed}")
             except ValueError as error:
                 raise ValueError(f"perturbation.fallback={name}: {error}") from None
-            if fallback.copies is not None:
-                raise ValueError(
-                    f"perturbation.fallback={name}: the actor would run masked copies; allowed: none, {without_copies()}, "
-                    "or python:<module>:<class>"
-                )
             self._check_conflicts(fallback)
         return self
 
@@ -195,10 +191,8 @@ class OarConfig(_Settings):
     @classmethod
     def _without_critic(cls, name: object) -> object:
         if name == "gae":
-            raise ValueError(
-                "a critic already gives each token its own advantage, which OAR's weights would distort; allowed: "
-                + ", ".join(get_args(BaseEstimator))
-            )
+            fault = "a critic already gives each token its own advantage, which OAR's weights would distort"
+            raise ValueError(f"{fault}; allowed: {', '.join(get_args(BaseEstimator))}")
         return name
 
     @field_validator("importance", "gate")
@@ -288,7 +282,6 @@ def _explain(fault: Any, prefix: str) -> str:
     # In a union, pydantic adds the branch that failed to the path.
     key = ".".join([prefix, *parts[: 2 if GROUPS.keys() & parts[:1] else 1]])
     key += "".join(f"[{part}]" for part in fault["loc"][1:] if isinstance(part, int))
-    unknown = fault["type"] == "extra_forbidden"
     said = fault["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
-    message = unknown_key(parts, prefix) if unknown else said
+    message = unknown_key(parts, prefix) if fault["type"] == "extra_forbidden" else said
     return f"{key}={fault['input']!r}: {message}" if parts else f"{key}: {message}"

@@ -45,27 +45,22 @@ def rewarded(status_B: Tensor, advantage_BL: Tensor) -> Tensor:
 
 
 def weigh(
-    importance_BL: Tensor,
-    reasoning_BL: Tensor,
-    status_B: Tensor,
-    config: OarConfig,
-    importance: Importance | None = None,
+    importance_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor, config: OarConfig, kind: Importance | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gate's weights, float32 `[B, L]`, the final `Status`, int64 `[B]`, and what `measured` returns, `[B, 4]`.
 
     `reasoning_BL` is bool, `status_B` (int64) the `Status` before the gate. Bad data raises nothing: the weights of a response
     whose importance or weights cannot be used are 1, and its status says why. Padding on the right changes nothing.
     """
-    scored_B = status_B == Status.SCORED
     finite_B = torch.isfinite(importance_BL.masked_fill(~reasoning_BL, 0.0)).all(-1)
-    status_B = status_B.masked_fill(scored_B & ~finite_B, Status.NON_FINITE)
+    status_B = status_B.masked_fill((status_B == Status.SCORED) & ~finite_B, Status.NON_FINITE)
     low_B = importance_BL.masked_fill(~reasoning_BL, torch.inf).amin(-1)
     high_B = importance_BL.masked_fill(~reasoning_BL, -torch.inf).amax(-1)
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~(high_B > low_B), Status.CONSTANT)
 
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
     gate = config.gate_object
-    if (importance or config.importance_object).arbitrary_scale and not gate.order_only:
+    if (kind or config.importance_object).arbitrary_scale and not gate.order_only:
         importance_BL = relative(importance_BL, usable_BL)
     # A response on which a user's gate or importance fails must not spoil the batch. An actor that raised would leave the other
     # ranks waiting for it.
@@ -76,9 +71,8 @@ def weigh(
         if config.gate not in _FAILED:
             logger.exception("algorithm.oar.gate=%s raised; the responses of its batch fall back to GRPO", config.gate)
         _FAILED.add(config.gate)
-        weight_BL, kept_B = torch.ones_like(importance_BL), torch.zeros_like(scored_B)
-    bad_B = (status_B == Status.SCORED) & ~kept_B
-    status_B = status_B.masked_fill(bad_B, Status.NON_FINITE)
+        weight_BL, kept_B = torch.ones_like(importance_BL), torch.zeros_like(finite_B)
+    status_B = status_B.masked_fill((status_B == Status.SCORED) & ~kept_B, Status.NON_FINITE)
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
     weight_BL = torch.where(usable_BL, weight_BL, 1.0)
     return weight_BL, status_B, measured(weight_BL, usable_BL)
@@ -104,10 +98,5 @@ def weigh_rows(
         weight_SL, status_B[scored], measure_B4[scored] = weigh(*given, config, kind)
         for row, weight_L in zip(scored, weight_SL, strict=True):
             weights[row] = weight_L[: len(weights[row])]
-    return {
-        IMPORTANCE: list(importance),
-        SEGMENTS: list(segments),
-        WEIGHTS: weights,
-        STATUS: list(status_B[:, None]),
-        MEASURES: list(measure_B4),
-    }
+    rows = {IMPORTANCE: list(importance), SEGMENTS: list(segments), WEIGHTS: weights}
+    return rows | {STATUS: list(status_B[:, None]), MEASURES: list(measure_B4)}

@@ -173,10 +173,8 @@ def importance(
         fault = "there is no token before it, from which its first token could be predicted"
         _check(len(own_L) > 0 and not own_L[0], f"response {row}", fault)
         if outside := ids_L[(ids_L < 0) | (ids_L >= text.vocab_size)].tolist():
-            which = f"token id {outside[0]} in response {row} or its prompt"
-            raise ValueError(
-                f"{which}: the model has 0 to {text.vocab_size - 1}; use its own tokenizer, and mask padding"
-            )
+            fault = f"token id {outside[0]} in response {row} or its prompt: the model has 0 to {text.vocab_size - 1}"
+            raise ValueError(f"{fault}; use its own tokenizer, and mask padding")
     contexts = _contexts(credit, model, prompts, truths, advantages, rows, segments)
     token_BL, own_BL = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
     mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
@@ -218,10 +216,8 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
     """
     others = OarConfig.model_fields.keys() - GATE_SETTINGS
     if made_before := sorted(key for key in settings if key.partition(".")[0] in others):
-        raise OarConfigError(
-            f"oar_plugin.reshape.{made_before[0]}: importance was computed before; give this setting to "
-            f"oar_plugin.importance; allowed here: {', '.join(GATE_SETTINGS)}"
-        )
+        fault = "importance was computed before; give this setting to oar_plugin.importance"
+        raise OarConfigError(f"oar_plugin.reshape.{made_before[0]}: {fault}; allowed here: {', '.join(GATE_SETTINGS)}")
     advantage_BL = torch.as_tensor(advantages, dtype=torch.float32).cpu()
     rows, tokens = (len(credit.status),), tuple(credit.importance.shape)
     known = tuple(advantage_BL.shape) in (rows, tokens)

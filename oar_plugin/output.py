@@ -56,14 +56,12 @@ def no_link(file: str, flags: int) -> int:
 
 
 def locked(file: IO[Any]) -> bool:
-    """Lock an open file until it is closed; False if another process has locked it. Some clusters' file systems have no locks:
-    there it stays unlocked.
-    """
+    """Lock an open file until it is closed; False if another process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:
+    except OSError as error:  # some clusters' file systems have no locks: there it stays unlocked
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
             raise
     return True

@@ -197,18 +197,9 @@ class TokenCredit:
             RuntimeError: a parameter has a `.grad`.
         """
         before = batch.prompt_columns
-        segments_BT = pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE))
+        rows = batch.token_BT, pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE)), batch.mask_BT
         with in_eval_mode(model), torch.enable_grad():
-            importance_BT = batch_importance(
-                model,
-                request,
-                batch.token_BT,
-                segments_BT,
-                batch.mask_BT,
-                max_tokens,
-                checkpoint_activations=checkpoint_activations,
-                max_over_ranks=max_over_ranks,
-            )
+            importance_BT = batch_importance(model, request, *rows, max_tokens, checkpoint_activations, max_over_ranks)
         return importance_BT[:, before:]
 
     def contrast(
@@ -261,8 +252,7 @@ class TokenCredit:
         # advantage is then read from all columns of the row, if there are any.
         advantages = credited.host_advantage_BL[row, span].tolist() or credited.host_advantage_BL[row].tolist()
         scores = {importance or self.config.importance_object.name: credited.importance_BL[row, span].tolist()}
-        fields: dict[str, Any] = dict(known)
-        fields |= {name: value[span].tolist() for name, value in known.items() if isinstance(value, Tensor)}
+        fields = known | {name: value[span].tolist() for name, value in known.items() if isinstance(value, Tensor)}
         return Response(
             step=credited.step,
             truth=None if truth is None else str(truth),

@@ -43,14 +43,7 @@ def test_what_a_configuration_says(given, values):
         ({"importance": "hybrid", "perturbation": {"budget": 1}}, ["importance=hybrid", "perturbation.budget=1"]),
         (
             {"importance": "oar_p", "perturbation": {"budget": 0.3}},
-            [
-                "importance=oar_p",
-                "perturbation.budget=0.3",
-                "backend=actor",
-                "importance=hybrid",
-                "backend=rollout",
-                "budget=1",
-            ],
+            ["importance=oar_p", "perturbation.budget=0.3", "=actor", "=hybrid", "backend=rollout", "budget=1"],
         ),
         ({"importance": "span_masking", "perturbation": {"budget": 5}}, ["perturbation.budget=5", "budget=1 or 10"]),
         ({"perturbation": {"span": "lines"}}, ["algorithm.oar.perturbation.span='lines'", "integer"]),

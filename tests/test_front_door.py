@@ -74,14 +74,13 @@ def test_every_way_in_gives_the_same(model, left, given, max_tokens):
         "output": {"input_ids": BatchEncoding({"input_ids": token_BT, "attention_mask": mask_BT}), **masks},
         "outputs": {"prompts": prompts, "responses": responses},
         "matrices": {"prompts": prompts["input_ids"], "responses": responses["input_ids"]},
-        "masks": {"input_ids": token_BT, **masks, "tokenizer": TOKENIZER},
+        "masks": {"input_ids": token_BT, **masks},
         "segments": {"input_ids": token_BT, **masks, "segments": segments_BT},
-        "tokenizer": {"input_ids": token_BT, "response_mask": masks["response_mask"], "tokenizer": TOKENIZER},
+        "tokenizer": {"input_ids": token_BT, "response_mask": masks["response_mask"]},
         "ids": {"prompts": [prompt.tolist() for prompt, _ in rows], "responses": [own for _, own in rows]},
     }[given]
-    if given in ("ids", "output", "outputs", "matrices"):
-        arguments["tokenizer"] = TOKENIZER
-    got = oar_plugin.importance(model, **arguments, max_tokens=max_tokens, answer_patterns=["hash"])
+    arguments |= {"tokenizer": None if given == "segments" else TOKENIZER, "answer_patterns": ["hash"]}
+    got = oar_plugin.importance(model, **arguments, max_tokens=max_tokens)
     torch.testing.assert_close(got.importance, want.importance, rtol=1e-4, atol=1e-5 * want.importance.max().item())
     assert torch.equal(got.segments, want.segments)
     assert torch.equal(got.segments, padded(rows_of())[1])

@@ -24,9 +24,8 @@ def imported(name: str, allowed: str) -> Any:
     try:
         return operator.attrgetter(attribute)(importlib.import_module(module))
     except Exception as error:  # a user's module runs code of its own
-        raise ValueError(
-            f"cannot be imported: {error!r}; the module must be on PYTHONPATH in the driver and on every worker"
-        ) from error
+        fault = "the module must be on PYTHONPATH in the driver and on every worker"
+        raise ValueError(f"cannot be imported: {error!r}; {fault}") from error
 
 
 def called(name: str, call: Callable[[], Any]) -> Any:

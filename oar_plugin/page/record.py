@@ -34,11 +34,9 @@ def fault_in(error: ValueError | RecursionError) -> str:
     fault = max(error.errors(), key=lambda one: len(one["loc"]) * (one["type"] != "missing"))
     if fault["type"] == "json_invalid":
         return f"not JSON: {fault['ctx']['error'].replace('line 1 ', '')}; each line is one whole JSON object"
-    given = (
-        f"its keys: {', '.join(fault['input']) or 'none'}"
-        if fault["type"] == "missing"
-        else f"here {fault['input']!r:.200}"
-    )
+    given = f"here {fault['input']!r:.200}"
+    if fault["type"] == "missing":
+        given = f"its keys: {', '.join(fault['input']) or 'none'}"
     return ": ".join([*map(str, fault["loc"]), fault["msg"].removeprefix("Value error, ")]) + f"; {given}"
 
 

@@ -96,8 +96,7 @@ class Scores:
         self.score_KT, self.reads_NT = self.all_NT[:count], self.all_NT[count:]
         self.readings = dict(zip(names, self.reads_NT, strict=True))
         nothing_T = torch.zeros(num_tokens, device=device)
-        self.entropy_T = self.readings.get("entropy", nothing_T)
-        self.log_prob_T = self.readings.get("log_prob", nothing_T)
+        self.entropy_T, self.log_prob_T = (self.readings.get(name, nothing_T) for name in ("entropy", "log_prob"))
 
     def total(self, summed: Callable[[Tensor], Tensor]) -> None:
         """Replaces all values with their sums over ranks. `summed` returns the sum of one vector; it is called once."""
@@ -179,9 +178,7 @@ class MicroBatchPass:
 
         def probe(project: Project, hidden_NH: Tensor) -> Tensor | None:
             if reads:
-                read_logits(
-                    project, hidden_NH[count:], lambda z, chosen: self._read(self._later.select(chosen), z.float())
-                )
+                read_logits(project, hidden_NH[count:], lambda z, at: self._read(self._later.select(at), z.float()))
             if backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
                     self._noise_free_BV = self._pooled(project, hidden_NH[:count])
@@ -202,14 +199,10 @@ class MicroBatchPass:
                 gradient_NH = gradient_NH * self._scale
             return scalar_with(gradient_NH, hidden_NH[:count])
 
-        return Tap(
-            self._local_T[torch.cat(positions)],
-            probe,
-            rows_only=not forward.log_probs,
-            receive=None if backward is None else partial(self._receive, forward.backward),
-            noise=self.noise(forward.draw) if backward is not None and backward.noise else None,
-            columns=self.layout.columns,
-        )
+        row_N, rows_only = self._local_T[torch.cat(positions)], not forward.log_probs
+        receive = None if backward is None else partial(self._receive, forward.backward)
+        noise = self.noise(forward.draw) if backward is not None and backward.noise else None
+        return Tap(row_N, probe, rows_only, receive, noise, self.layout.columns)
 
     def noise(self, draw: int) -> Callable[[Tensor], Tensor]:
         """Returns a function from embeddings `[..., H]` to Gaussian noise `[..., H]`, 0 except at reasoning tokens."""
@@ -287,9 +280,8 @@ class MicroBatchPass:
         self, forward: Forward, logits_NV: Tensor, seed_N: Tensor, token_N: Tensor | None = None, **more: Tensor | None
     ) -> Tensor:
         assert forward.backward is not None
-        rows = Rows(
-            logits_NV, token_N, seed_N, sigma=self.request.config.sigma, vocabulary=self.layout.vocabulary, **more
-        )
+        sigma, vocabulary = self.request.config.sigma, self.layout.vocabulary
+        rows = Rows(logits_NV, token_N, seed_N, sigma=sigma, vocabulary=vocabulary, **more)
         return self.importance.coefficients(forward.backward, rows)
 
     def _seeds(self, forward: Forward) -> Tensor:
@@ -335,11 +327,8 @@ def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Te
         return full
 
     seed_B = response_seeds(packed.token_T, packed.response_T, len(length_B), request.seed)
-    parts = Parts(
-        padded(all_NT[:count] / request.config.num_draws),
-        padded(reasoning_T),
-        padded(position_seeds(seed_B[packed.response_T], packed.place_T)),
-        {name: padded(values_T) for name, values_T in zip(scores.readings, all_NT[count:], strict=True)},
-        request.config.sigma,
-    )
+    score_KT = all_NT[:count] / request.config.num_draws
+    seed_T = position_seeds(seed_B[packed.response_T], packed.place_T)
+    readings = {name: padded(values_T) for name, values_T in zip(scores.readings, all_NT[count:], strict=True)}
+    parts = Parts(padded(score_KT), padded(reasoning_T), padded(seed_T), readings, request.config.sigma)
     return torch.where(reasoning_T, importance.combine(parts)[keep_BL].float(), 0.0)

@@ -78,9 +78,7 @@ class MaskedCopies:
         )
 
     def importance(
-        self,
-        wanted: Mapping[int, tuple[Tensor, Tensor, Tensor]],
-        max_over_ranks: Callable[[int], int] = lambda forwards: forwards,
+        self, wanted: Mapping[int, tuple[Tensor, Tensor, Tensor]], max_over_ranks: Callable[[int], int]
     ) -> dict[int, Tensor]:
         """Returns the importance of some responses by row, float32 `[L]` each.
 
@@ -126,10 +124,8 @@ class MaskedCopies:
             except Exception as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
-                raise UnsupportedModelError(
-                    f"{type(model).__name__}: its forward with a cache, for masked copies, fails ({error!r}); allowed: "
-                    f"algorithm.oar.importance={without_copies()}"
-                ) from error
+                fault = f"{type(model).__name__}: its forward with a cache, for masked copies, fails ({error!r})"
+                raise UnsupportedModelError(f"{fault}; allowed: algorithm.oar.importance={without_copies()}") from error
             differs = change(behind_NV, whole_NV, rounding(whole_NV))
             if differs:
                 message = "%s: logits behind a cached prefix are wrong: %s; masked copies run whole, which takes longer"

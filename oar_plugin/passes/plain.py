@@ -67,7 +67,6 @@ def batch_importance(
     segments_BL: Tensor,
     mask_BL: Tensor,
     max_tokens: int = 2**13,
-    *,
     checkpoint_activations: bool = False,
     max_over_ranks: Callable[[int], int] = lambda count: count,
 ) -> Tensor:
@@ -92,9 +91,8 @@ def batch_importance(
         nothing_11 = torch.zeros(1, 1, dtype=torch.long)  # token 0, `Segment.OUTSIDE`
         gradient_importance(model, request, nothing_11, nothing_11, None, checkpoint_activations)
     if request.importance_object.copies is not None:
-        importance_BL = copies_importance(
-            model, request, token, segments, mask, importance_BL, max_tokens, max_over_ranks
-        )
+        rows_BL = token, segments, mask, importance_BL
+        importance_BL = copies_importance(model, request, *rows_BL, max_tokens, max_over_ranks)
     # Some FSDP2 modules keep frozen weights gathered until a backward, so they are released here.
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -163,10 +163,8 @@ def check_model(module: nn.Module) -> None:
     adapters = getattr(model, "peft_config", {})
     for adapter in adapters.values() if isinstance(adapters, dict) else ():
         if getattr(adapter, "is_prompt_learning", False):
-            raise UnsupportedModelError(
-                f"{type(adapter).__name__} puts tokens in front of the model's own; OAR supports LoRA and other adapters "
-                "without virtual tokens."
-            )
+            fault = f"{type(adapter).__name__} puts tokens in front of the model's own"
+            raise UnsupportedModelError(f"{fault}; OAR supports LoRA and other adapters without virtual tokens.")
 
 
 def logit_changes(config: Any) -> dict[str, float]:

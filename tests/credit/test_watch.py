@@ -51,10 +51,7 @@ def test_shares_are_of_twenty_steps_and_warnings_become_rare(caplog, steps, shar
     )
 
 
-@pytest.mark.parametrize(
-    ("found", "reward", "due"),
-    [(0.05, 0.3, 1), (0.05, 0.05, 0), (0.05, None, 0), (0.2, 0.3, 0)],
-)
+@pytest.mark.parametrize(("found", "reward", "due"), [(0.05, 0.3, 1), (0.05, 0.05, 0), (0.05, None, 0), (0.2, 0.3, 0)])
 def test_rewards_without_answers_point_to_the_patterns(caplog, found, reward, due):
     metrics = {"oar/answer_found": found, "oar/fallback/any": 0.0}
     messages = said(caplog, [metrics] * STEPS, reward=reward)
@@ -69,10 +66,7 @@ def test_rewards_without_answers_point_to_the_patterns(caplog, found, reward, du
         ([NONE | {"oar/ess_ratio": 0.06}] * STEPS, []),
         ([NONE | {"oar/lost_responses": 0.0}] * STEPS, []),
         ([NONE | {"oar/lost_responses": 0.25}, *[NONE] * 10], ["25.0% of the responses are lost"]),
-        (
-            [NONE, NONE | {"oar/fallback/bad_reward": 0.25}],
-            ["12.5% of the responses have a reward that is missing, NaN"],
-        ),
+        ([NONE, NONE | {"oar/fallback/bad_reward": 0.25}], ["12.5% of the responses have a reward that is missing"]),
     ],
 )
 def test_credit_on_few_tokens_and_lost_responses_are_told(caplog, steps, said_of):

@@ -175,7 +175,7 @@ def test_a_candidate_ends_with_its_answer():
 )
 def test_importance_equals_single_copies(llama, budget, span, importance, max_tokens):
     """All units, spans, and a budget that goes by gradient."""
-    got = copies_of(llama, max_tokens, importance=importance, budget=budget, span=span).importance(RESPONSES)
+    got = copies_of(llama, max_tokens, importance=importance, budget=budget, span=span).importance(RESPONSES, int)
     assert got.keys() == RESPONSES.keys()
     for row, (token_T, segments_L, gradient_L) in RESPONSES.items():
         prompt, answer, asked = len(token_T) - len(segments_L), positions(segments_L, Segment.ANSWER), 0
@@ -207,7 +207,7 @@ def test_span_masking_is_the_drop_of_the_answers_log_probability_without_a_tenth
     spans = reasoning.split(10)  # 95 tokens
     for span in spans:
         drops += [log_prob(token_T) - log_prob(token_T.index_fill(0, span, 0))]
-    got = MaskedCopies(llama, request, 10_000).importance({0: (token_T, segments_L, gradient_L)})[0]
+    got = MaskedCopies(llama, request, 10_000).importance({0: (token_T, segments_L, gradient_L)}, int)[0]
     want = [max(drop, 0.0) / len(span) for span, drop in zip(spans, drops, strict=True) for _ in span]
     assert len(spans) == 10
     assert min(drops) < 0 < max(drops)
@@ -226,7 +226,7 @@ def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, impor
 
     wanted = {row: RESPONSES[row] for row in mine}
     copies = copies_of(llama, 1, importance=importance)
-    alone = copies.importance(wanted)
+    alone = copies.importance(wanted, int)
     calls.clear()
     got = copies.importance(wanted, max_over_ranks)
     assert len(asked) == rounds

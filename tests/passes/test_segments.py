@@ -75,9 +75,7 @@ SLOW = f"python:{__name__}:slow"
 
 def rows_of(*texts):
     encoded = [TOKENIZER(text)["input_ids"] for text in texts]
-    return [
-        (ids, np.ones(len(ids), dtype=bool), text != "unneeded", 3) for ids, text in zip(encoded, texts, strict=True)
-    ]
+    return [(ids, np.ones(len(ids), bool), text != "unneeded", 3) for ids, text in zip(encoded, texts, strict=True)]
 
 
 def status_of(rows, patterns=(SLOW,), tokenizer=TOKENIZER):

@@ -137,9 +137,8 @@ def _check_combine(importance: Importance) -> None:
         return _result("combine", partial(importance.combine, parts), keep_BL.shape, False, reasoning_BL[cut])
 
     whole_BL = combine(ALL, ALL)
-    _require(
-        importance.contexts or whole_BL[reasoning_BL].any(), "combine returned 0 for every token, as in plain GRPO"
-    )
+    some = importance.contexts or whole_BL[reasoning_BL].any()
+    _require(some, "combine returned 0 for every token, as in plain GRPO")
     for cut in ((slice(0, 1), ALL), (slice(1, 2), slice(2))):
         other_rows = "combine gives a response other numbers in a batch than alone; use its own tokens only"
         _require_equal(combine(*cut)[reasoning_BL[cut]], whole_BL[cut][reasoning_BL[cut]], other_rows)
