@@ -144,7 +144,7 @@ def importance(
     if isinstance(input_ids, Mapping):
         input_ids, attention_mask = input_ids["input_ids"], input_ids.get("attention_mask", attention_mask)
     if input_ids is None:
-        prompts, responses = _encoded(prompts, tokenizer), _encoded(responses, tokenizer)
+        prompts, responses = _encoded("prompts", prompts), _encoded("responses", responses)
         rows = _tokenized(prompts, responses, tokenizer)
         segments_BL = None if segments is None else torch.as_tensor(segments).cpu()
     else:
@@ -229,15 +229,20 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
     return estimator.reshape(advantage_BL, credit.importance, credit.segments == Segment.REASONING, status_B, config)
 
 
-def _encoded(given: Any, tokenizer: Any) -> Any:
-    """Rows of token ids, without padding, of a tokenizer's output for several texts or of a matrix; else `given`."""
-    if getattr(given, "ndim", 0) == 2 and getattr(tokenizer, "pad_token_id", None) is not None:
-        given = {"input_ids": given, "attention_mask": _padding_mask(torch.as_tensor(given).cpu(), tokenizer)}
+def _encoded(name: str, given: Any) -> Any:
+    """Rows of token ids, without padding, of a tokenizer's output for several texts; else `given`."""
     ids: Any = given.get("input_ids", ()) if isinstance(given, Mapping) else ()
-    if len(ids) == 0 or torch.as_tensor(ids[0]).dim() == 0:
+    nested = len(ids) > 0 and torch.as_tensor(ids[0]).dim() == 1
+    if getattr(given, "ndim", 0) == 2 or (nested and "attention_mask" not in given):
+        raise ValueError(
+            f"{name}: what is padding in them is not known; give a tokenizer's output with its attention_mask"
+        )
+    if not nested:
         return given
-    masks = given.get("attention_mask", [[1] * len(row) for row in ids])
-    return [torch.as_tensor(row)[torch.as_tensor(mask).bool()] for row, mask in zip(ids, masks, strict=True)]
+    return [
+        torch.as_tensor(row)[torch.as_tensor(mask).bool()]
+        for row, mask in zip(ids, given["attention_mask"], strict=True)
+    ]
 
 
 def _tokenized(

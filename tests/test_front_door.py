@@ -60,7 +60,7 @@ def test_copies_are_what_single_forwards_say(model, folder):
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("given", ["masks", "segments", "tokenizer", "ids", "output", "outputs", "matrices"])
+@pytest.mark.parametrize("given", ["masks", "segments", "tokenizer", "ids", "output", "outputs"])
 @pytest.mark.parametrize("max_tokens", [1, 8192])
 def test_every_way_in_gives_the_same(model, left, given, max_tokens):
     want, rows = credit_of(model), [world.encode()[number] for number in world.SCORED]
@@ -73,7 +73,6 @@ def test_every_way_in_gives_the_same(model, left, given, max_tokens):
     arguments = {
         "output": {"input_ids": BatchEncoding({"input_ids": token_BT, "attention_mask": mask_BT}), **masks},
         "outputs": {"prompts": prompts, "responses": responses},
-        "matrices": {"prompts": prompts["input_ids"], "responses": responses["input_ids"]},
         "masks": {"input_ids": token_BT, **masks},
         "segments": {"input_ids": token_BT, **masks, "segments": segments_BT},
         "tokenizer": {"input_ids": token_BT, "response_mask": masks["response_mask"]},
@@ -211,6 +210,8 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         (TEXTS | {"responses": ["\\\ud800"]}, r"responses\[0\]: \\ud800 is half a character; text.encode"),
         (TEXTS | {"prompts": [[CHAT[0] | {"content": "\udc80"}]]}, r"prompts\[0\]: \\udc80 is half a character"),
         (TEXTS | {"responses": [[1, -1]]}, "token id -1 in response 0"),
+        (TEXTS | {"prompts": ONES}, "prompts: what is padding in them is not known"),
+        (TEXTS | {"responses": {"input_ids": [[1]]}}, "responses: what is padding in them is not known"),
         (TEXTS | {"prompts": [""], "responses": [""]}, "response 0: there is no token before"),
         (TEXTS | {"temperature": 0}, "temperature=0: must be above 0"),
     ],
