@@ -98,12 +98,15 @@ class OarFSDPMixin(ImportancePass):
             taps.tap = tap_at(Layout(local_T, local_T, ids.numel(), ids.device, sum_over_sequence_ranks=total))
         return inputs, arguments
 
-    def prepare_model_outputs(self, *args: Any, **kwargs: Any) -> Any:
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
+    ) -> Any:
         """verl's log-probs and entropy; nothing if OAR reads logits alone, or projects only some rows."""
         tap = self._tapped[0].tap if self._tapped is not None else None
         if tap is not None and (tap.rows_only or isinstance(tap, Reading)):
             return {}
-        return super().prepare_model_outputs(*args, **kwargs)  # type: ignore[misc]
+        host: Callable[..., Any] = super().prepare_model_outputs  # type: ignore[misc]
+        return host(output, output_args, micro_batch, logits_processor_func)
 
     def _reset_after_abort(self) -> Callable[[], object] | None:
         return getattr(self.module, "reset_iter_state", None)  # FSDP2 has this method since torch 2.13; FSDP1 does not

@@ -5,7 +5,7 @@ is one whole schedule. A noise-free and a perturbed forward cannot share a sched
 noise-free distribution, which the last stage has only when the micro-batch has gone through the whole pipeline.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -126,15 +126,18 @@ class OarMegatronMixin(ImportancePass):
             distributed.broadcast_object_list(routes, parallel_state.get_pipeline_model_parallel_last_rank(), group)
         return routes[0]
 
-    def forward_step(self, batch_iter: Iterator[TensorDict], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward_step(
+        self, batch_iter: Any, model: nn.Module, logits_processor_func: Any, postprocess_micro_batch_func: Any
+    ) -> Any:
         """verl's forward of one micro-batch; in a pass it runs under a tap, whose scalar is the loss."""
+        functions = logits_processor_func, postprocess_micro_batch_func
         step: Callable[..., Any] = super().forward_step  # type: ignore[misc]
         schedules = self._schedules
         chunk: GPTModel = unwrapped(model)
         if schedules is None or not (chunk.pre_process or chunk.post_process):
-            return step(batch_iter, model, *args, **kwargs)
+            return step(batch_iter, model, *functions)
         started = mark()
-        micro_batch = next(batch_iter)
+        micro_batch: TensorDict = next(batch_iter)
         rows = tuple(micro_batch[_ROW].tolist())
         if rows not in schedules.micro_batches:
             place_T = torch.cat([torch.arange(*schedules.first[row : row + 2]) for row in rows])
@@ -142,7 +145,7 @@ class OarMegatronMixin(ImportancePass):
             schedules.micro_batches[rows] = MicroBatchPass(schedules.request, packed, layout, schedules.scores, place_T)
         tap = schedules.taps.tap = schedules.micro_batches[rows].tap(schedules.forward)
         try:
-            output, _ = step(iter([micro_batch]), model, *args, **kwargs)
+            output, _ = step(iter([micro_batch]), model, *functions)
         finally:
             schedules.taps.tap = None
         return output, partial(self._finish, schedules, tap, micro_batch, started)
