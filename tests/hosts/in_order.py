@@ -29,13 +29,10 @@ class _InOrder(ReplayBuffer):
         self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict[str, Any]]
     ) -> KVBatchMeta:
         place = {uid: number for number, uid in enumerate(selected_prompt_uids)}
-        keys = sorted(
-            (key for key in partition_snapshot if _prompt(key) in place),
-            key=lambda key: (place[_prompt(key)], *map(int, key.split("_")[1:])),
-        )
-        return super()._materialize_batch(
-            partition_id, selected_prompt_uids, {key: partition_snapshot[key] for key in keys}
-        )
+        keys = [key for key in partition_snapshot if _prompt(key) in place]
+        keys.sort(key=lambda key: (place[_prompt(key)], *map(int, key.split("_")[1:])))
+        snapshot = {key: partition_snapshot[key] for key in keys}
+        return super()._materialize_batch(partition_id, selected_prompt_uids, snapshot)
 
 
 class InOrder(_InOrder, QuickReplayBuffer):

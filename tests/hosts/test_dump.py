@@ -63,10 +63,8 @@ class World:
     def __init__(self, folder, without=(), padded=False, **dump):
         self.oar = OarConfig.parse({"dump": {"dir": "dump", "every": 3} | dump})
         self.folder, self.asked, self.padded = folder / "dump", [], padded
-        self.others = {
-            "reward_model": np.array([{"ground_truth": 7}] * 6),
-            "data_source": np.array(["sums"] * 6, object),
-        }
+        sources = np.array(["sums"] * 6, object)
+        self.others = {"reward_model": np.array([{"ground_truth": 7}] * 6), "data_source": sources}
         self.tensors = {
             "rm_scores": LAST_BL * torch.tensor([1.0, 0.0] * 3)[:, None],
             "prompts": torch.tensor([IDS[:2]] * 6),
@@ -100,14 +98,11 @@ class World:
         self.tensors |= {name: answer[name].to_padded_tensor(0) for name in (*SHOWN, WEIGHTS)}
         status_B, every_B = torch.zeros(6).long(), torch.ones(6).bool()
         self.keys = [f"{uid}_{session}_0" for uid in "abc" for session in (0, 1)]
-        batch = QueuedBatch(step, self.keys, every_B, every_B, status_B, self.read)
-        if self.padded:
-            mask_BT = torch.cat([torch.ones(6, 2), REAL_BL], 1).long()
-            proto = DataProto.from_dict(
-                self.tensors | {"attention_mask": mask_BT}, {"uid": np.array([*"aabbcc"]), **self.others}
-            )
-            batch = padded_batch(step, proto, status_B, {})
-        return batch
+        if not self.padded:
+            return QueuedBatch(step, self.keys, every_B, every_B, status_B, self.read)
+        tensors = self.tensors | {"attention_mask": torch.cat([torch.ones(6, 2), REAL_BL], 1).long()}
+        proto = DataProto.from_dict(tensors, {"uid": np.array([*"aabbcc"]), **self.others})
+        return padded_batch(step, proto, status_B, {})
 
     def show(self, step, loggers=()):
         return show(self.credit, self.batch(step), dict(loggers))

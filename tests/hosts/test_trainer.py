@@ -73,18 +73,12 @@ class World:
         tags = [{"seq_len": PROMPT + length} for length in self.lengths]
         self.batch = KVBatchMeta(keys=[*self.keys], partition_id="train", extra_info={}, tags=tags)
         algorithm = {"adv_estimator": "oar", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}
+        algorithm["norm_adv_by_std_in_grpo"] = True
+        rollout = {"n": 3, "temperature": 0.6, "log_prob_use_dynamic_bsz": True}
+        actor = {"rollout": rollout, "actor": {"ppo_mini_batch_size": 1}}
+        others = {"data": {"max_response_length": 16}, "trainer": {"critic_warmup": 0}}
         self.trainer = object.__new__(get_trainer_cls(mode))
-        self.trainer.config = OmegaConf.create(
-            {
-                "algorithm": algorithm | {"norm_adv_by_std_in_grpo": True},
-                "actor_rollout_ref": {
-                    "rollout": {"n": 3, "temperature": 0.6, "log_prob_use_dynamic_bsz": True},
-                    "actor": {"ppo_mini_batch_size": 1},
-                },
-                "data": {"max_response_length": 16},
-                "trainer": {"critic_warmup": 0},
-            }
-        )
+        self.trainer.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": actor, **others})
         self.trainer.oar = OarConfig.parse(oar)
         self.trainer.timing_raw = {}
         self.trainer.global_steps = 1

@@ -188,16 +188,11 @@ class OarGRPOTrainer(GRPOTrainer):
         """float32 `[B, L]`, of this process's responses."""
         if self._dist.is_zero3:
             self._share_head()
+        inputs, checkpoint = (self.model, batch, segments_BL, request), self.args.gradient_checkpointing
+        most = self.args.per_device_train_batch_size * batch.token_BT.shape[1]  # no more than TRL's own forwards have
         with self.accelerator.autocast():
             return self._credit.importance(
-                self.model,
-                batch,
-                segments_BL,
-                request,
-                # No more tokens at a time than TRL's own forwards have.
-                max_tokens=self.args.per_device_train_batch_size * batch.token_BT.shape[1],
-                max_over_ranks=self._max_over_ranks,
-                checkpoint_activations=self.args.gradient_checkpointing,
+                *inputs, max_tokens=most, max_over_ranks=self._max_over_ranks, checkpoint_activations=checkpoint
             )
 
     def _share_head(self) -> None:

@@ -39,14 +39,8 @@ logger = logging.getLogger("oar_plugin")
 
 PRIORITY = 2**30  # of masked copies: they run after all generation (vLLM runs smaller numbers first)
 ATTEMPTS = 2  # maximum number of attempts to score a response
-STATUS_OF_FAULT = {
-    None: Status.SCORED,
-    "timed_out": Status.TIMED_OUT,
-    "too_long": Status.TOO_LONG,
-    "aborted": Status.ABORTED,
-    "non_finite": Status.NON_FINITE,
-    "failed": Status.ENGINE_FAILED,
-}
+STATUS_OF_FAULT: dict[str | None, Status] = {None: Status.SCORED, "failed": Status.ENGINE_FAILED}
+STATUS_OF_FAULT |= {fault: Status[fault.upper()] for fault in ("timed_out", "too_long", "aborted", "non_finite")}
 
 # With these estimators, equal rewards in a group make all of its advantages zero. Others normalise over the batch.
 ZERO_WHEN_EQUAL = ("grpo", "rloo", "opo")
@@ -181,7 +175,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 segments, status = segment_response(output.response_ids, mask, *found_by)
                 record = replace(record, status=status)
                 if status == Status.SCORED:
-                    result, record = await self._score(output, segments, step, record)
+                    result, record = await self._score(output, segments, step)
                     if result.importance is not None:
                         importance[:] = result.importance  # raises an error if the length is wrong
             fields = self._weighed(importance, segments, record.status)
@@ -200,7 +194,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return {ENGINE_FIELDS[name]: row for name, (row,) in answer.items()}
 
     async def _score(
-        self, output: AgentLoopOutput, segments: np.ndarray, step: int, record: OffloadRecord
+        self, output: ScoredOutput, segments: np.ndarray, step: int
     ) -> tuple[ScoringResult, OffloadRecord]:
         """Return the result of a response's last attempt, and its record."""
         task = self._task(output, segments, step)
@@ -211,16 +205,9 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             if result.fault in (None, "too_long"):
                 break
             logger.warning("OAR: an engine could not score a response (%s), attempt %d", result.fault, attempts)
-        return result, replace(
-            record,
-            status=STATUS_OF_FAULT[result.fault],
-            attempts=attempts,
-            copies=result.copies,
-            retried=result.retried,
-            tokens=result.tokens,
-            cached_tokens=result.cached_tokens,
-            done_at=deciles([began + seconds for seconds in result.done_at]),
-        )
+        numbers = attempts, result.copies, result.retried, result.tokens, result.cached_tokens
+        done_at = deciles([began + seconds for seconds in result.done_at])
+        return result, OffloadRecord(STATUS_OF_FAULT[result.fault], *numbers, output.generated_at, done_at)
 
     def _task(self, output: AgentLoopOutput, segments: np.ndarray, step: int) -> ScoringTask:
         oar = self._oar

@@ -21,14 +21,7 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import without_copies
-from oar_plugin.hosts.verl.importance_pass import (
-    ImportancePass,
-    importance_field,
-    mark,
-    packed_of,
-    register_engines,
-    seconds_between,
-)
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, mark, packed_of, register_engines, seconds_between
 from oar_plugin.passes.gradient import Layout, MicroBatchPass
 from oar_plugin.passes.masked_copies import MaskedCopies, Reduce, Result
 from oar_plugin.passes.request import IMPORTANCE, Request, nested
@@ -80,7 +73,7 @@ class OarFSDPMixin(ImportancePass):
                 if forward.log_probs:  # the host makes this forward anyway; importance costs the rest
                     output, started = of_forward, mark()
         micro_batch_pass.scores.total(self._sum_over_sharing_ranks)
-        output["model_output"][IMPORTANCE] = importance_field(request, packed, micro_batch_pass.scores)
+        output["model_output"][IMPORTANCE] = self._importance_field(request, packed, micro_batch_pass.scores)
         return output, seconds_between(started, mark())
 
     @contextlib.contextmanager
@@ -112,20 +105,14 @@ class OarFSDPMixin(ImportancePass):
         tap = self._tapped[0].tap if self._tapped is not None else None
         if tap is not None and (tap.rows_only or isinstance(tap, Reading)):
             return {}
-        return super().prepare_model_outputs(  # type: ignore[misc]
-            output, output_args, micro_batch, logits_processor_func
-        )
+        host: Callable[..., Any] = super().prepare_model_outputs  # type: ignore[misc]
+        return host(output, output_args, micro_batch, logits_processor_func)
 
     def _reset_after_abort(self) -> Callable[[], object] | None:
         return getattr(self.module, "reset_iter_state", None)  # FSDP2 has this method since torch 2.13; FSDP1 does not
 
     def _copies_importance(
-        self,
-        data: TensorDict,
-        request: Request,
-        segments: Sequence[Tensor],
-        status_B: Tensor,
-        gradient: Sequence[Tensor],
+        self, data: TensorDict, request: Request, segments: list[Tensor], status_B: Tensor, gradient: list[Tensor]
     ) -> list[Tensor]:
         # The token budget of verl's log-prob pass.
         if self._is_dynamic(data):

@@ -83,12 +83,7 @@ class ImportancePass:
         raise NotImplementedError
 
     def _copies_importance(
-        self,
-        data: TensorDict,
-        request: Request,
-        segments: Sequence[Tensor],
-        status_B: Tensor,
-        gradient: Sequence[Tensor],
+        self, data: TensorDict, request: Request, segments: list[Tensor], status_B: Tensor, gradient: list[Tensor]
     ) -> list[Tensor]:
         """Importance per row from masked copies, float32 `[L_i]`; zeros in rows whose status is not SCORED.
 
@@ -108,6 +103,11 @@ class ImportancePass:
     def _micro_batch_multiple(self) -> int:
         """The number of micro-batches must be a multiple of this number."""
         return 1
+
+    @staticmethod
+    def _importance_field(request: Request, packed: Packed, scores: Scores) -> Tensor:
+        """The field `IMPORTANCE` of `_score`: one value per token of a sequence. `scores` are the sums over ranks."""
+        return torch.nested.nested_tensor_from_jagged(importance_of_scores(request, packed, scores), packed.offsets)
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:
@@ -139,7 +139,7 @@ class ImportancePass:
         else:
             packed = packed_of(data)
             nothing = Scores(request.importance_object, len(packed.token_T), torch.device("cpu"))
-            importance = of_responses(importance_field(request, packed, nothing), segments)
+            importance = of_responses(self._importance_field(request, packed, nothing), segments)
         if num_ahead:
             scored = self._score_or_run_out_of_memory(tu.index_select_tensor_dict(data, order[:num_ahead]), request)
             if scored is None:
@@ -155,10 +155,10 @@ class ImportancePass:
         if not request.importance_only and num_ahead < len(order):
             outputs.append(self._infer_unscored(data, order[num_ahead:]))
 
-        result: dict[str, Any] = {"model_output": {}, "loss": [], "metrics": {}}
+        # With pipeline parallelism, only the last stage has log-probs and losses.
+        losses = [loss for output in outputs for loss in output.get("loss", [])]
+        result: dict[str, Any] = {"model_output": {}, "loss": losses, "metrics": {}}
         inverse = torch.argsort(order)
-        for output in outputs:  # with pipeline parallelism, only the last stage has log-probs and losses
-            result["loss"] += output.get("loss", [])
         for key in ("log_probs", "entropy", "routed_experts"):  # the last one with router replay
             if all(key in output.get("model_output", {}) for output in outputs) and not request.importance_only:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
@@ -284,11 +284,6 @@ def packed_of(data: TensorDict) -> Packed:
     """Returns the sequences of a batch and their segments, on the CPU, where verl's batches are until `forward_step`."""
     input_ids, segments = data["input_ids"], data[SEQUENCE_SEGMENTS]
     return Packed(*(tensor.cpu() for tensor in (input_ids.values(), segments.values(), input_ids.offsets())))
-
-
-def importance_field(request: Request, packed: Packed, scores: Scores) -> Tensor:
-    """The field `IMPORTANCE` of `_score`: one value per token of a sequence. `scores` are the sums over ranks."""
-    return torch.nested.nested_tensor_from_jagged(importance_of_scores(request, packed, scores), packed.offsets)
 
 
 def of_responses(field: Tensor, segments: Sequence[Tensor]) -> list[Tensor]:

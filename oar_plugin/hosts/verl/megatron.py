@@ -5,7 +5,7 @@ is one whole schedule. A noise-free and a perturbed forward cannot share a sched
 noise-free distribution, which the last stage has only when the micro-batch has gone through the whole pipeline.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,15 +25,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import (
-    ImportancePass,
-    Mark,
-    importance_field,
-    mark,
-    packed_of,
-    register_engines,
-    seconds_between,
-)
+from oar_plugin.hosts.verl.importance_pass import ImportancePass, mark, packed_of, register_engines, seconds_between
 from oar_plugin.hosts.verl.settings import REFUSED, copies_under_megatron
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
@@ -67,8 +59,8 @@ class _Schedules:
     forward: Forward  # the forward that the current schedule runs
     # By their rows, for all schedules.
     micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)
-    # Begin and end of forwards for log-probs, where these can be told from other work (see `_score`).
-    host_forwards: list[tuple[Mark, Mark]] = field(default_factory=list)
+    # Begin and end (`mark`) of forwards for log-probs, where these can be told from other work (see `_score`).
+    host_forwards: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 class OarMegatronMixin(ImportancePass):
@@ -113,7 +105,7 @@ class OarMegatronMixin(ImportancePass):
             finally:
                 self._schedules = None
         self._total_scores(scores)
-        output.setdefault("model_output", {})[IMPORTANCE] = importance_field(request, packed, scores)
+        output.setdefault("model_output", {})[IMPORTANCE] = self._importance_field(request, packed, scores)
         seconds = seconds_between(started, mark())
         return output, seconds - sum(seconds_between(*forward) for forward in schedules.host_forwards)
 
@@ -135,11 +127,7 @@ class OarMegatronMixin(ImportancePass):
         return routes[0]
 
     def forward_step(
-        self,
-        batch_iter: Iterator[TensorDict],
-        model: nn.Module,
-        logits_processor_func: Any,
-        postprocess_micro_batch_func: Any,
+        self, batch_iter: Any, model: nn.Module, logits_processor_func: Any, postprocess_micro_batch_func: Any
     ) -> Any:
         """verl's forward of one micro-batch; in a pass it runs under a tap, whose scalar is the loss."""
         functions = logits_processor_func, postprocess_micro_batch_func
@@ -149,7 +137,7 @@ class OarMegatronMixin(ImportancePass):
         if schedules is None or not (chunk.pre_process or chunk.post_process):
             return step(batch_iter, model, *functions)
         started = mark()
-        micro_batch = next(batch_iter)
+        micro_batch: TensorDict = next(batch_iter)
         rows = tuple(micro_batch[_ROW].tolist())
         if rows not in schedules.micro_batches:
             place_T = torch.cat([torch.arange(*schedules.first[row : row + 2]) for row in rows])
@@ -170,7 +158,7 @@ class OarMegatronMixin(ImportancePass):
 
     @staticmethod
     def _finish(
-        schedules: _Schedules, tap: Tap, micro_batch: TensorDict, started: Mark, output: dict[str, Tensor]
+        schedules: _Schedules, tap: Tap, micro_batch: TensorDict, started: Any, output: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Any]]:
         """The scalar to differentiate and verl's outputs. The schedule calls this on the last stage after a forward."""
         scalar = tap.scalar

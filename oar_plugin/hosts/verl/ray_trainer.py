@@ -86,12 +86,8 @@ class OarRayTrainer(TrainerCredit):
         """
         if self.config.algorithm.use_kl_in_reward or "rm_scores" not in batch.batch:
             return torch.ones(len(batch), dtype=torch.long)
-        advantage_BL, _ = base_advantage(
-            token_level_rewards=batch.batch["rm_scores"],
-            response_mask=batch.batch["response_mask"],
-            index=batch.non_tensor_batch["uid"],
-            config=self.config.algorithm,
-        )
+        given = {"token_level_rewards": batch.batch["rm_scores"], "response_mask": batch.batch["response_mask"]}
+        advantage_BL, _ = base_advantage(**given, index=batch.non_tensor_batch["uid"], config=self.config.algorithm)
         return signs(advantage_BL)
 
     def _start(self, oar: OarConfig) -> None:

@@ -144,16 +144,9 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     engines = oar.offloads and not ray_trainer
     if engines and installed() is None:
         yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_OR_LOCAL}"
-    fused = not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels")
-    tables = {
-        "always": True,
-        "fused": fused,
-        "v1": not ray_trainer,
-        "megatron": megatron,
-        "contexts": oar.contexts,
-        "engines": engines,
-    }
-    for refused in (one for when, needed in tables.items() if needed for one in REFUSED[when]):
+    needed = {"always": True, "v1": not ray_trainer, "megatron": megatron, "contexts": oar.contexts, "engines": engines}
+    needed["fused"] = not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels")
+    for refused in (one for when, table in REFUSED.items() if needed[when] for one in table):
         value = OmegaConf.select(config, refused.key)
         if value not in refused.allowed:
             yield refused.fault(value)

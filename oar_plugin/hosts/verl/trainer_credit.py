@@ -29,11 +29,8 @@ from oar_plugin.token_credit import TokenCredit
 
 SOURCES = ("prompts", "responses", "response_mask", "raw_prompt", "reward_model")
 """Fields of verl's rows that the prompts of contexts are made of."""
-SEQUENCE_RANKS = (
-    "ulysses_sequence_parallel_size",
-    "fsdp_config.ulysses_sequence_parallel_size",
-    "megatron.context_parallel_size",
-)
+_ULYSSES = "ulysses_sequence_parallel_size"
+SEQUENCE_RANKS = (_ULYSSES, f"fsdp_config.{_ULYSSES}", "megatron.context_parallel_size")
 """Keys of the actor: ranks that share a sequence."""
 
 
@@ -164,15 +161,12 @@ def answer_mismatch(tokenizer: Any, batch: QueuedBatch) -> dict[str, float]:
 
     Reward functions report it as `pred` or `extracted_answer`. Numbers are compared by value, other texts by their letters.
     """
-    rows, names = (
-        (batch.own_B & (batch.status_B == Status.SCORED)).nonzero()[:64, 0].tolist(),
-        ("pred", "extracted_answer"),
-    )
+    rows = (batch.own_B & (batch.status_B == Status.SCORED)).nonzero()[:64, 0].tolist()
+    names, differ = ("pred", "extracted_answer"), list[bool]()
     fields = ["responses", SEGMENTS, ENGINE_FIELDS[SEGMENTS], "extra_fields", *names]
-    columns = {name: iter(column) for name, column in (batch.columns(rows, fields) if rows else {}).items()}
-    differ = list[bool]()
-    for row in rows:
-        one = {name: next(column) for name, column in columns.items()}
+    columns = batch.columns(rows, fields) if rows else {}
+    for place, row in enumerate(rows):
+        one = {name: column[place] for name, column in columns.items()}
         extra = one.get("extra_fields")  # v1 trainers hold there what others have as fields
         known = one | (extra.get("reward_extra_info", {}) if isinstance(extra, Mapping) else {})
         segment_L = one.get(SEGMENTS if batch.by_actor_B[row] else ENGINE_FIELDS[SEGMENTS])

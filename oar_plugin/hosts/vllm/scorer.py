@@ -135,9 +135,7 @@ class _Run:
     """State of one call of `ResponseScorer.score`."""
 
     def __init__(self, scorer: ResponseScorer, task: ScoringTask, timeout_s: float | None) -> None:
-        self.scorer = scorer
-        self.task = task
-        self.timeout_s = timeout_s
+        self.scorer, self.task, self.timeout_s = scorer, task, timeout_s
         self.key = uuid.uuid4().hex
         self._began = time.monotonic()
         self.result = ScoringResult()

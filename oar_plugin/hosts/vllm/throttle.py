@@ -32,10 +32,7 @@ class Throttle:
     def __init__(
         self, max_in_flight: int, share: float, seats: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._max_in_flight = max_in_flight
-        self._share = share
-        self._seats = seats
-        self._clock = clock
+        self._max_in_flight, self._share, self._seats, self._clock = max_in_flight, share, seats, clock
         self._generating = 0
         self.in_flight = 0  # copies that run now
         self._credit_s = 0.0
