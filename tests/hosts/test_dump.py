@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -140,11 +141,13 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(padded,
 @pytest.mark.parametrize("padded", [False, True])
 def test_answers_that_the_reward_read_otherwise_are_counted(padded, name, tmp_path):
     world = World(tmp_path, padded=padded)
-    assert answer_mismatch(TOKENIZER, world.batch(1)) == {}, "the reward reports no answer"
+    assert answer_mismatch(world.credit, world.batch(1)) == {}, "the reward reports no answer"
     reported = np.array(["<eos>", "eos", "5", None, "EOS", ""], object)
     nested = np.array([{"reward_extra_info": {"pred": one}} for one in reported], object)
     world.others[name] = nested if name == "extra_fields" else reported
-    assert answer_mismatch(TOKENIZER, world.batch(2)) == {"oar/answer_mismatch": 2 / 5}
+    assert answer_mismatch(world.credit, world.batch(2)) == {"oar/answer_mismatch": 2 / 5}
+    batch = replace(world.batch(3), read=None)
+    assert answer_mismatch(world.credit, batch) == {"oar/answer_mismatch_failed": 1.0}, "and training goes on"
 
 
 def test_only_the_steps_that_were_asked_for_are_read_and_written(tmp_path):

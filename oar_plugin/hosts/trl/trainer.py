@@ -104,6 +104,8 @@ class OarGRPOTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> Tensor:
         reward_GF: Tensor = super()._calculate_rewards(*arguments, **named)
+        if not self.model.training:  # an evaluation may have groups of another size
+            return reward_GF
         total_G: Tensor = (reward_GF * self.reward_weights.to(reward_GF.device)).nansum(1)
         # NaN where no function gave a reward: TRL leaves it out. An infinite one spoils all that it is normalised with.
         self._reward_G = total_G.masked_fill(reward_GF.isnan().all(1), torch.nan).cpu()

@@ -183,7 +183,7 @@ class OarRayTrainer(TrainerCredit):
         shown = {name: fields[name] for name in (*SHOWN, WEIGHTS) if name in fields}
         shown |= {} if entropy_BL is None else {"entropy": entropy_BL}
         held = padded_batch(self.global_steps, batch, status_B, shown)
-        metrics.update(answer_mismatch(self.tokenizer, held) | show(self._credit, held, {}))
+        metrics.update(answer_mismatch(self._credit, held) | show(self._credit, held, {}))
         batch.batch["advantages"] = weighted_BL
         reward = batch.batch["token_level_scores"].sum(-1).nanmean().item()
         self._credit.watch.see(self.global_steps, metrics, reward)

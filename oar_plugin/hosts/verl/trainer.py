@@ -200,9 +200,9 @@ class OarTrainerMixin(TrainerCredit):
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
         queued = self._queued(batch, by_actor_B, status_B)
-        metrics.update(answer_mismatch(self.tokenizer, queued))
         metrics.update(show(self._credit, queued, self.logger.logger))  # while the queue has the host's own advantages
         with marked_timer("oar", self.timing_raw):
+            metrics.update(answer_mismatch(self._credit, queued))
             _write(batch, "advantages", advantages)
         return batch
 

@@ -156,25 +156,27 @@ def credit_metrics(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:
     return {f"oar/{name}": value for name, value in summarize(measure_B4, status_B).items()}
 
 
-def answer_mismatch(tokenizer: Any, batch: QueuedBatch) -> dict[str, float]:
+def answer_mismatch(credit: TokenCredit, batch: QueuedBatch) -> dict[str, float]:
     """Returns the share of scored responses whose answer the reward read otherwise, of the first 64; {} if it reports none.
 
     Reward functions report it as `pred` or `extracted_answer`. Numbers are compared by value, other texts by their letters.
     """
-    rows = (batch.own_B & (batch.status_B == Status.SCORED)).nonzero()[:64, 0].tolist()
-    names, differ = ("pred", "extracted_answer"), list[bool]()
-    fields = ["responses", SEGMENTS, ENGINE_FIELDS[SEGMENTS], "extra_fields", *names]
-    columns = batch.columns(rows, fields) if rows else {}
-    for place, row in enumerate(rows):
-        one = {name: column[place] for name, column in columns.items()}
-        extra = one.get("extra_fields")  # v1 trainers hold there what others have as fields
-        known = one | (extra.get("reward_extra_info", {}) if isinstance(extra, Mapping) else {})
-        segment_L = one.get(SEGMENTS if batch.by_actor_B[row] else ENGINE_FIELDS[SEGMENTS])
-        read = [known[name] for name in names if known.get(name) is not None]
-        if read and segment_L is not None:
-            ours = tokenizer.decode(one["responses"][segment_L == Segment.ANSWER])
-            differ.append(_values(ours) != _values(str(read[0])))
-    return {"oar/answer_mismatch": sum(differ) / len(differ)} if differ else {}
+    names, differ, metrics = ("pred", "extracted_answer"), list[bool](), dict[str, float]()
+    with credit.dumps.counted(batch.step, metrics, "comparing answers", "oar/answer_mismatch_failed"):
+        rows = (batch.own_B & (batch.status_B == Status.SCORED)).nonzero()[:64, 0].tolist()
+        fields = ["responses", SEGMENTS, ENGINE_FIELDS[SEGMENTS], "extra_fields", *names]
+        columns = batch.columns(rows, fields) if rows else {}
+        for place, row in enumerate(rows):
+            one = {name: column[place] for name, column in columns.items()}
+            extra = one.get("extra_fields")  # v1 trainers hold there what others have as fields
+            known = one | (extra.get("reward_extra_info", {}) if isinstance(extra, Mapping) else {})
+            segment_L = one.get(SEGMENTS if batch.by_actor_B[row] else ENGINE_FIELDS[SEGMENTS])
+            read = [known[name] for name in names if known.get(name) is not None]
+            if read and segment_L is not None:
+                ours = credit.tokenizer.decode(one["responses"][segment_L == Segment.ANSWER])
+                differ.append(_values(ours) != _values(str(read[0])))
+        metrics |= {"oar/answer_mismatch": sum(differ) / len(differ)} if differ else {}
+    return metrics
 
 
 def _values(answer: str) -> list[float] | str:

@@ -83,7 +83,7 @@ def _trained(folder):
 
 
 def test_an_evaluation_scores_nothing(tmp_path):
-    made = tiny.make(OarGRPOTrainer, tmp_path, oar={}, per_device_eval_batch_size=4)
+    made = tiny.make(OarGRPOTrainer, tmp_path, oar={}, per_device_eval_batch_size=2, num_generations_eval=1)
     found = made.evaluate(tiny.data(tiny.PROMPTS, 4))
     assert "eval_loss" in found
     assert not any(name.startswith("eval_oar/") for name in found)
