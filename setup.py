@@ -71,14 +71,13 @@ setup(
         "oar_plugin": [
             "py.typed",
             "cli/*.json",
-            "runs/*.yaml",
+            "runs/**/*.yaml",
             "hosts/verl/*.yaml",
             "hosts/verl/conf/**/*.yaml",
             "page/*.j2",
             "page/*.js",
             "page/*.css",
             "runs/plan/*.json",
-            "runs/plan/*.yaml",
         ],
         "oar_plugin.recipes": [
             "*.md",

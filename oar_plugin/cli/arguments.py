@@ -7,19 +7,11 @@ from importlib.util import find_spec
 
 from oar_plugin.output import INSTALL, say
 
-_INSTALL = {
-    **dict.fromkeys(("math_verify", "pebble", "scipy"), f"{INSTALL} in a checkout"),
-    **{"google": "pip install protobuf", "yaml": "pip install pyyaml"},
-    "vllm": "oar doctor says how",  # it depends on the machine
-}
-"""Module -> how to install it, where that is not `pip install MODULE`."""
+# Module -> how to install it, where that is not `pip install MODULE`. How to install vLLM depends on the machine.
+_INSTALL = {"google": "pip install protobuf", "yaml": "pip install pyyaml", "vllm": "oar doctor says how"}
+_INSTALL |= dict.fromkeys(("math_verify", "pebble", "scipy"), f"{INSTALL} in a checkout")
 
-_COMPOSING = {
-    "verl": "verl",
-    "hydra": "hydra-core",
-    "omegaconf": "'omegaconf<2.4'",
-    "antlr4": "antlr4-python3-runtime==4.9.3",
-}
+_COMPOSING = dict(verl="verl", hydra="hydra-core", omegaconf="'omegaconf<2.4'", antlr4="antlr4-python3-runtime==4.9.3")
 """Module -> package: what reads a recipe, which extends verl's own files. Hydra 1.3 works with this antlr only."""
 COMPOSING = f"pip install --no-deps {' '.join(_COMPOSING.values())}"
 
@@ -29,11 +21,9 @@ def missing_package(command: str, *modules: str | None) -> int:
     for name in (str(module).partition(".")[0] for module in modules):
         text = f"{name} is not installed here; {_INSTALL.get(name, f'pip install {name}')}"
         if name in _COMPOSING:  # one line for all of them
-            lacking = {module: one for module, one in _COMPOSING.items() if module == name or find_spec(module) is None}
+            absent = {module: one for module, one in _COMPOSING.items() if module == name or find_spec(module) is None}
             why = "training needs verl's own environment, which may want an older transformers; plans and dry runs need only"
-            text = (
-                f"not installed here: {', '.join(lacking)}; {why}: pip install --no-deps {' '.join(lacking.values())}"
-            )
+            text = f"not installed here: {', '.join(absent)}; {why}: pip install --no-deps {' '.join(absent.values())}"
         say(f"oar {command}: {text}", sys.stderr)
     return 1
 

@@ -21,9 +21,8 @@ oar data math500 aime24 amc23 minerva olympiadbench      the default sets of oar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    listed = (f"  {name:13}  {source.hub_id:34}  {source.licence}\n" for name, source in SOURCES.items())
-    parser.description, parser.epilog = _HELP + "".join(listed), _EXAMPLES
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, _EXAMPLES
+    parser.description = _HELP + "".join(f"  {key:13}  {of.hub_id:34}  {of.licence}\n" for key, of in SOURCES.items())
     add = parser.add_argument
     add("names", nargs="+", choices=SOURCES, metavar="NAME", help="data sets, see above")
     add("--out", type=Path, default=data_folder(), metavar="DIR", help="folder to write to (default: %(default)s)")

@@ -1,9 +1,9 @@
 """`oar eval`: checkpoints on benchmarks, as one table with standard errors."""
 
 import argparse
-import importlib.util
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from oar_plugin.cli.arguments import listed, missing_package, positive, share, whole
@@ -29,8 +29,7 @@ oar eval RUN --data my/problems.parquet --k 1 --temperature 0        a file of y
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description, parser.epilog = _HELP, _EXAMPLES
+    parser.formatter_class, parser.description, parser.epilog = argparse.RawDescriptionHelpFormatter, _HELP, _EXAMPLES
     add, default = parser.add_argument, "default: %(default)s"
     add("checkpoints", nargs="+", type=_method, metavar="[NAME=]CHECKPOINT", help="commas separate seeds of one method")
     sets = f"sets in OAR_DATA (or ~/data/oar), or .parquet or .jsonl files in verl's columns ({default})"
@@ -65,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
         rules = "NAMEs must differ, --baseline must be one of them, and --temperature 0 needs --k 1"
         _tell(f"{rules}; names: {', '.join(name for name, _ in args.checkpoints)}")
         return 2
-    needed = ("vllm", "math_verify", "pebble", "pyarrow", "scipy")
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in ("vllm", "math_verify", "pebble", "pyarrow", "scipy") if find_spec(name) is None]:
         return missing_package("eval", *missing)
     try:
         say(f"{_evaluate(args, methods, baseline)}written to {args.out}: results.json, table.md and the responses")
@@ -95,8 +93,7 @@ def _evaluate(args: argparse.Namespace, methods: dict[str, list[str]], baseline:
     results: dict[str, dict[str, list[Metrics]]] = {method: {name: [] for name in sizes} for method in models}
     for method, model in ((method, model) for method, seeds in models.items() for model in seeds):
         for each in sets:
-            responses = responses_of(model, each, sampling, args.k, args.tp, args.out / "responses")
-            metrics, without = grade(each, responses)
+            metrics, without = grade(each, responses_of(model, each, sampling, args.k, args.tp, args.out / "responses"))
             results[method][each.name].append(metrics)
             _tell(f"{method}, {each.name}: {without:.0%} of the responses give no answer")
     tables = tables_of(results, baseline)

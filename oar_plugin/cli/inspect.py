@@ -38,8 +38,7 @@ def _steps(text: str) -> list[int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description, parser.epilog = _HELP, _EXAMPLES
+    parser.formatter_class, parser.description, parser.epilog = argparse.RawDescriptionHelpFormatter, _HELP, _EXAMPLES
     parser.set_defaults(overrides=[])
     add = parser.add_argument
     add("words", nargs="+", metavar="SOURCE | key=value", help="see above")
@@ -128,7 +127,6 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
 
 
 def _follow(args: argparse.Namespace, places: list[Path]) -> NoReturn:
-    """Write the page after each dumped step, until Ctrl-C."""
     seen: object = None
     while True:
         try:

@@ -118,9 +118,8 @@ def _launch(args: argparse.Namespace) -> int:
                 wanted = next((line for line in verls if line.startswith("transformers")), "its own packages")
                 advice = f"to train, use an environment that was made for this verl, which wants {wanted}"
                 findings.append(preflight.Finding("verl", level, f"cannot be imported here: {cause(error)}", advice))
-        for finding in (finding for finding in findings if finding.level != "ok" and finding not in said):
-            advice = finding.advice and f"; {finding.advice}"
-            say(f"oar launch: {finding.subject}: {finding.level}: {finding.text}{advice}", sys.stderr)
+        for subject, level, text, advice in (one for one in findings if one.level != "ok" and one not in said):
+            say(f"oar launch: {subject}: {level}: {text}{advice and f'; {advice}'}", sys.stderr)
         said.update(findings)
         hours = made.summary if made else f"Hours are not known: {findings[0].text}."
         if validated := run_folder.only_validates(run.config):

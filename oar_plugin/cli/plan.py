@@ -19,15 +19,14 @@ exit status: 0 it fits (also if tightly), 1 it does not, 2 the configuration or 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class, parser.description = argparse.RawDescriptionHelpFormatter, _HELP
-    add = parser.add_argument
+    add, default = parser.add_argument, "default: %(default)s"
     add("recipe", metavar="RECIPE", help="name of a recipe, or a folder with one")
     add("overrides", nargs="*", metavar="key=value", help="overrides, as on verl's command line")
-    add("--variant", default="oar", choices=("oar", "grpo"), help="default: %(default)s")
-    add("--gpu", default="H100-80", help=f"{', '.join(GPUS)}; default: %(default)s")
+    add("--variant", default="oar", choices=("oar", "grpo"), help=default)
+    add("--gpu", default="H100-80", help=f"{', '.join(GPUS)}; {default}")
     add("--gpu-memory", type=number, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
     add("--response-length", type=number, help="mean in tokens; default: half of data.max_response_length")
-    scored = "share of responses with an advantage (default: %(default)s)"
-    add("--scored-share", type=share, default=SCORED, help=scored)
+    add("--scored-share", type=share, default=SCORED, help=f"share of responses with an advantage ({default})")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 def summary(recipe: Path) -> tuple[str, str, str]:
     """Return model and data, nodes, and engine, from the first line of `recipe.yaml`: `# WHAT: NODES, ENGINE.`"""
-    line = (recipe / "recipe.yaml").read_text(encoding="utf-8").splitlines()[0]
-    what, _, where = line.strip("# .").partition(": ")
+    what, _, where = (recipe / "recipe.yaml").read_text(encoding="utf-8").splitlines()[0].strip("# .").partition(": ")
     nodes, _, engine = where.partition(", ")
     return what, nodes, engine
 

@@ -17,31 +17,27 @@ from oar_plugin.output import did_you_mean
 _ALLOWED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-def wrong_values(config: DictConfig, written: Mapping[str, Any], verls: Mapping[str, Any]) -> list[str]:
-    """Return a sentence per key whose value is no number or switch, or out of bounds.
+def wrong_values(config: DictConfig, written: Mapping[str, Any], verls: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence per key whose value is no number or switch, or out of bounds.
 
     `written` are the values of all keys before they are resolved, `verls` those of verl's own configuration.
     """
-    faults = []
     for key, default in verls.items():
         matching = (one for one in _ALLOWED["numbers"] if any(fnmatchcase(key, pattern) for pattern in one["keys"]))
         rule: dict[str, Any] = next(matching, {})
-        text = rule.get("text", "a number")
         refers = re.match(r"\$\{(?!oc.env)", str(written.get(key)))  # to a key that is looked at itself
         if refers or rule.get("free") or not (rule or isinstance(default, int | float)):
             continue
-        value = OmegaConf.select(config, key)
+        value, text = OmegaConf.select(config, key), rule.get("text", "a number")
         if isinstance(default, bool):
             text, fits = "True or False", not isinstance(value, str)
         elif value is None:
             fits = default is None or not rule
-        elif isinstance(value, bool) or not isinstance(value, int | float):
-            fits = False
         else:
-            fits = isinstance(value, int) or not (rule.get("whole") or math.isnan(value))
-            fits &= rule.get("least", -math.inf) <= value <= rule.get("most", math.inf)
-        faults += [] if fits else [f"{key}={value}: allowed: {text}"]
-    return faults
+            fits = isinstance(value, int if rule.get("whole") else int | float) and not isinstance(value, bool)
+            fits = fits and rule.get("least", -math.inf) <= value <= rule.get("most", math.inf)
+        if not fits:
+            yield f"{key}={value}: allowed: {text}"
 
 
 def unknown_names(config: DictConfig) -> Iterator[str]:

@@ -8,7 +8,6 @@ space until verl deletes its own files. Errors, such as a file system without ha
 import json
 import logging
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,6 @@ from oar_plugin.runs.run_folder import free_path
 
 logger = logging.getLogger("oar_plugin")
 
-FOLDER, RECORD = "best", "best.json"
-
 
 class KeepBest(CheckpointCallback):
     """Compares checkpoints by the mean over the validation sets of verl's `val-core/SET/acc/mean@K` (or `reward/mean@K`)."""
@@ -29,7 +26,7 @@ class KeepBest(CheckpointCallback):
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         self._folder = Path(config.trainer.default_local_dir)
-        self._best = self._folder / FOLDER
+        self._best = self._folder / "best"
         self._saved: Path | None = None
         if config.trainer.resume_mode != "auto" and config.trainer.save_freq > 0 and not config.trainer.get("val_only"):
             self._guarded(self._put_aside)
@@ -53,17 +50,16 @@ class KeepBest(CheckpointCallback):
             logger.warning("the best checkpoint in %s: %s: %s", self._best, type(error).__name__, error)
 
     def _keep(self, saved: Path, step: int, accuracy: float) -> None:
-        record, new, kept = self._best / RECORD, self._best / "new", self._best / saved.name
+        record, new, kept = self._best / "best.json", self._best / "new", self._best / saved.name
         if record.is_file() and json.loads(record.read_text(encoding="utf-8"))["accuracy"] >= accuracy:
             return
         shutil.rmtree(new, ignore_errors=True)  # exists if an earlier process was killed at this point
         try:
             shutil.copytree(saved, new, copy_function=os.link)
-        except (OSError, shutil.Error):
+            shutil.rmtree(kept, ignore_errors=True)
+            new.rename(kept)
+        finally:
             shutil.rmtree(new, ignore_errors=True)
-            raise
-        shutil.rmtree(kept, ignore_errors=True)
-        new.rename(kept)
         write_whole(record, json.dumps({"step": step, "accuracy": accuracy}))
         for old in set(_steps(self._best).values()) - {kept}:
             shutil.rmtree(old, ignore_errors=True)
@@ -92,5 +88,4 @@ class KeepBest(CheckpointCallback):
 
 def _steps(folder: Path) -> dict[int, Path]:
     """Return `step -> folder` for verl's checkpoints in a folder; folders with similar names are ignored."""
-    matches = {re.fullmatch(r"global_step_(\d+)", path.name): path for path in folder.glob("global_step_*")}
-    return {int(match[1]): path for match, path in matches.items() if match}
+    return {int(path.name[12:]): path for path in folder.glob("global_step_*") if path.name[12:].isdecimal()}

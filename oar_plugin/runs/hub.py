@@ -39,9 +39,8 @@ def cached(name: str) -> str | None:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if status == 429 or status >= 500:
             return None
-        place = f"not in {constants.HF_HUB_CACHE}"
+        place, fault = f"not in {constants.HF_HUB_CACHE}", f"{constants.ENDPOINT}: {cause(error)}"
         if constants.HF_HUB_OFFLINE:
             raise NotOnHub(f"{place}, and HF_HUB_OFFLINE is set") from error
-        fault = f"{constants.ENDPOINT}: {cause(error)}"
         raise HubUnreachable(f"{place}, and the hub does not answer ({fault})") from error
     return None

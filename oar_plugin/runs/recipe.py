@@ -69,9 +69,8 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         raise RecipeError(f"{folder} has no {variant}.yaml: name a recipe's folder, such as recipes/qwen2_5_7b_math")
     if fault := misspelt(overrides):
         raise RecipeError(fault)
-    if any(re.match(r"\+\w+=", word) for word in overrides) and any(
-        not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")
-    ):
+    adds = any(re.match(r"\+\w+=", word) for word in overrides)
+    if adds and any(not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")):
         import verl  # noqa: F401  `+GROUP=NAME`: verl's other plugins add their groups when it is imported
 
     try:
@@ -81,15 +80,13 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         places = (str(place) for place in OmegaConf.select(files[paths[0]], "hydra.searchpath") or [])
         found = [f"file://{config_folder()}" if place == "pkg://verl.trainer.config" else place for place in places]
         search_path = f"hydra.searchpath={json.dumps(found, ensure_ascii=False)}"
-        with (
-            command_line([*entry_point(folder, variant), *overrides]),
-            initialize_config_dir(config_dir=str(folder.resolve()), version_base=None),
-        ):
+        started = command_line([*entry_point(folder, variant), *overrides])
+        with started, initialize_config_dir(str(folder.resolve()), version_base=None):
             config = compose(config_name=variant, overrides=[*overrides, search_path])
         # In a file Hydra accepts an unknown key, and verl then runs with its default for the key that was meant.
         given = [(key, path) for path, file in files.items() for key, _ in flat(OmegaConf.to_container(file))]
         written, verls = dict(flat(OmegaConf.to_container(config))), _verls(config.model_engine)
-        faults = wrong_values(config, written, verls)
+        faults = list(wrong_values(config, written, verls))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
         if unknown := re.match(r"Could not override '([\w.]+)'", reason):
@@ -125,8 +122,7 @@ def _verls(engine: str) -> dict[str, Any]:
     from oar_plugin.hosts.verl.hydra_conf import config_folder
 
     with initialize_config_dir(str(config_folder()), version_base=None):
-        composed = compose("ppo_trainer", [f"model_engine={engine}"])
-    return dict(flat(OmegaConf.to_container(composed, resolve=True)))
+        return dict(flat(OmegaConf.to_container(compose("ppo_trainer", [f"model_engine={engine}"]), resolve=True)))
 
 
 def flat(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -139,10 +135,7 @@ def flat(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
-    """Return the number of nodes, GPUs per node, and GPUs in total.
-
-    They are those of verl's pool for training, and of its pools for rollout and the reward model if these are separate.
-    """
+    """Return the numbers of nodes, of GPUs per node, and of all GPUs, with separate pools for rollout and reward model."""
     from omegaconf import OmegaConf
 
     from oar_plugin.hosts.verl.settings import trainer_of

@@ -1,8 +1,7 @@
 """The folder of a run: checkpoints, logs, dumps, and `run.yaml`, which records the settings of the run's last start.
 
-The driver opens the folder before Ray starts, through Hydra's callback `KeepRun`. This works however a run is started: by
-`oar launch`, by a scheduler that restarts it, or with verl's own command line. `oar launch` also checks the folder in advance
-if it can see it.
+The driver opens the folder before Ray starts, through Hydra's callback `KeepRun`, however a run is started: by `oar launch`,
+which also checks the folder in advance if it sees it, by a scheduler that restarts it, or with verl's own command line.
 """
 
 import itertools

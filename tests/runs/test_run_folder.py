@@ -10,15 +10,7 @@ import pytest
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
-from oar_plugin.runs.run_folder import (
-    LOCK,
-    RECORD,
-    KeepRun,
-    RunRefused,
-    begin,
-    end,
-    record_of,
-)
+from oar_plugin.runs.run_folder import LOCK, RECORD, KeepRun, RunRefused, begin, end, record_of
 
 
 def config(folder, **changes):

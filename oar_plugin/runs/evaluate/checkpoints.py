@@ -13,7 +13,6 @@ from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.hub import WEIGHTS, NotOnHub, cached
 
 MERGED = "merged"  # folder for merged weights, next to a verl checkpoint's shards
-_SHARDS = {"fsdp_config.json": "fsdp", "model/dist_ckpt": "megatron", "dist_ckpt": "megatron"}
 
 
 def find(text: str, best: bool, say: Callable[[str], None]) -> str:
@@ -34,7 +33,7 @@ def find(text: str, best: bool, say: Callable[[str], None]) -> str:
     for ready in (folder.resolve(), actor / "huggingface", actor / "model/huggingface", actor / MERGED):
         if _is_model(ready):
             return str(ready)
-    for shards, backend in _SHARDS.items():
+    for shards, backend in (("fsdp_config.json", "fsdp"), ("model/dist_ckpt", "megatron"), ("dist_ckpt", "megatron")):
         if (actor / shards).exists():
             return str(_merge(actor, backend, say))
     wanted = f"config.json and {' or '.join(WEIGHTS)}, a checkpoint of verl (global_step_N), or a folder of these"

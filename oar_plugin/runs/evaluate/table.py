@@ -95,8 +95,7 @@ def _between_seeds(blocks: Sequence[Values]) -> float:
         rest = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
         if freedom := (seeds - 1) * (block.shape[1] - 1):
             by_chance += float((rest**2).sum()) / freedom / block.shape[1] / len(blocks) ** 2
-    run_means = np.mean([block.mean(axis=1) for block in blocks], axis=0)
-    return max(0.0, _variance(run_means) - by_chance) / seeds
+    return max(0.0, _variance(np.mean([block.mean(axis=1) for block in blocks], axis=0)) - by_chance) / seeds
 
 
 def _variance(values: Values) -> float:

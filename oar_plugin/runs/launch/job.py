@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import FrameType
@@ -33,8 +32,7 @@ VOLUME = "/shared"  # where pods have the volume for data and checkpoints
 ON_VOLUME = {"OAR_DATA": "data/oar", "OAR_CHECKPOINTS": "checkpoints", "HF_HOME": "huggingface"}
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One training run. verl is started with `variant` and `overrides`; `config` is the configuration that results."""
 
     variant: str
@@ -91,10 +89,9 @@ class Job(NamedTuple):
         return subprocess.run(self.words, input=self.text, text=True, check=False).returncode
 
     def run_here(self) -> int:
-        """Run until the end and return the exit status. Signals that end this process are passed on to the run.
+        """Run until the end and return the exit status. The run also gets the signals that end this process.
 
-        After such a signal and the end of the run, KeyboardInterrupt is raised. The run gets its own session. Otherwise a
-        terminal would also send Ctrl-C to it, and this second signal would interrupt its cleanup.
+        In a session of its own it does not get a terminal's Ctrl-C twice, in its cleanup. KeyboardInterrupt: one has come.
         """
         process = subprocess.Popen(self.words, start_new_session=True)
         received: list[int] = []

@@ -93,10 +93,9 @@ def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
 
 
 def _examine_data(config: DictConfig) -> Finding:
-    """Check that the data files exist and have the columns that verl and the reward read."""
     from omegaconf import OmegaConf
 
-    columns = (str(config.data.prompt_key), "data_source", "reward_model")
+    columns = (str(config.data.prompt_key), "data_source", "reward_model")  # that verl and the reward read
     # Each key has one string or a list of strings.
     given = [OmegaConf.select(config, key) or () for key in ("data.train_files", "data.val_files")]
     files = [str(file) for value in given for file in ([value] if isinstance(value, str) else value)]
@@ -122,7 +121,6 @@ def _fault_of(file: str, columns: Sequence[str]) -> str | None:
 
 
 def _examine_model(config: DictConfig, local: bool) -> Finding:
-    """Check that the model is a folder, is in the hub's local cache, or can be downloaded."""
     path = str(config.actor_rollout_ref.model.path)
     if "://" in path or (Path(path) / "config.json").is_file():
         return Finding("model", "ok", path)
@@ -134,13 +132,11 @@ def _examine_model(config: DictConfig, local: bool) -> Finding:
         level: Level = "not checked" if isinstance(error, HubUnreachable) and not local else "missing"
         text = f"actor_rollout_ref.model.path={path}: {error}"
         return Finding("model", level, text, "name a folder, or download the model first")
-    if found:
-        return Finding("model", "ok", f"{path}, in {found}")
-    return Finding("model", "note", f"{path} is not in the hub's cache: the run downloads it")
+    text = f"{path}, in {found}" if found else f"{path} is not in the hub's cache: the run downloads it"
+    return Finding("model", "ok" if found else "note", text)
 
 
 def _examine_reward(config: DictConfig) -> Finding:
-    """Check that the reward function can be imported."""
     from omegaconf import OmegaConf
 
     path, name = (OmegaConf.select(config, f"reward.custom_reward_function.{key}") for key in ("path", "name"))

@@ -7,6 +7,7 @@ from numbers import Number
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from oar_plugin.credit.answer import make_finder
@@ -24,7 +25,7 @@ class Source(NamedTuple):
     splits: Mapping[str, str]  # split (`train`, `test`) -> its name on the hub
     question: str  # name of the problem's column
     answer: str  # name of the column with the answer, or with the solution that contains it
-    read: Callable[[str], str] = str  # text of `answer` -> ground truth; empty if there is none
+    read: Callable[[str], str]  # text of `answer` -> ground truth; empty if there is none
     config: str | None = None  # None if the data set has only one
     listed: bool = False  # whether `answer` lists parts, which the ground truth joins
 
@@ -39,27 +40,9 @@ def _after_hash(solution: str) -> str:
     return solution.partition("####")[2].replace(",", "")
 
 
-_BOTH, _TRAIN, _TEST = {"train": "train", "test": "test"}, {"train": "train"}, {"test": "test"}
-_AS_TRAIN, _ENGLISH = {"test": "train"}, "OE_TO_maths_en_COMP"  # on mathematics, without pictures, with final answers
-
-SOURCES: dict[str, Source] = {
-    "gsm8k": Source("openai/gsm8k", "MIT", _BOTH, "question", "answer", _after_hash, "main"),
-    # Replaces hendrycks/competition_math, which was removed from the hub; same columns and splits.
-    "math": Source(
-        "DigitalLearningGmbH/MATH-lighteval", "MIT", _BOTH, "problem", "solution", _in_the_last_box, "default"
-    ),
-    # 500 problems from MATH's test split; none of them is in the train split of `math`.
-    "math500": Source("HuggingFaceH4/MATH-500", "not stated", _TEST, "problem", "answer"),
-    "deepmath": Source("zwhe99/DeepMath-103K", "MIT", _TRAIN, "question", "final_answer"),
-    "aime24": Source("HuggingFaceH4/aime_2024", "not stated", _AS_TRAIN, "problem", "answer"),
-    "aime25": Source("math-ai/aime25", "Apache-2.0", _TEST, "problem", "answer"),
-    "amc23": Source("math-ai/amc23", "not stated", _TEST, "question", "answer"),
-    "minerva": Source("math-ai/minervamath", "not stated", _TEST, "question", "answer"),
-    "olympiadbench": Source(  # most parts of its answers are between dollar signs
-        *("Hothan/OlympiadBench", "Apache-2.0", _AS_TRAIN, "question", "final_answer"),
-        *(lambda part: part.replace("$", ""), _ENGLISH, True),
-    ),
-}
+_READ = {"box": _in_the_last_box, "hash": _after_hash, "no_dollars": lambda text: text.replace("$", ""), "text": str}
+_SETS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+SOURCES = {name: Source(**{**of, "read": _READ[of.get("read", "text")]}) for name, of in _SETS.items()}
 
 
 class DataError(ValueError):

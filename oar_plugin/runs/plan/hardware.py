@@ -1,12 +1,13 @@
-"""GPU figures from datasheets, and all assumptions of the planner."""
+"""GPU figures from datasheets (`gpus.json`), and all assumptions of the planner."""
 
-from dataclasses import dataclass, replace
+import json
+from pathlib import Path
+from typing import NamedTuple
 
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """One GPU and its links, from the vendor's datasheet (RTX 4090: Ada whitepaper); nothing here was measured."""
 
     name: str
@@ -17,17 +18,7 @@ class Gpu:
     network: float  # between nodes, 1e9 bytes per second and direction, one adapter per GPU
 
 
-GPUS = {
-    "L4-24": Gpu("NVIDIA L4 24 GB", 22.0, 121, 300, 32, 25),
-    "4090-24": Gpu("NVIDIA GeForce RTX 4090 24 GB", 23.5, 165, 1008, 32, 25),
-    "A100-40": Gpu("NVIDIA A100 SXM 40 GB", 39.4, 312, 1555, 300, 25),
-    "A100-80": Gpu("NVIDIA A100 SXM 80 GB", 79.1, 312, 2039, 300, 25),
-    "L40S-48": Gpu("NVIDIA L40S 48 GB", 44.4, 362, 864, 32, 25),
-    "H20-96": Gpu("NVIDIA H20 96 GB", 95.1, 148, 4000, 450, 50),
-    "H100-80": Gpu("NVIDIA H100 SXM 80 GB", 79.1, 989, 3350, 450, 50),
-    "H200-141": Gpu("NVIDIA H200 SXM 141 GB", 139.7, 989, 4800, 450, 50),
-    "B200-180": Gpu("NVIDIA B200 180 GB", 178.0, 2250, 7700, 900, 50),
-}
+GPUS = {key: Gpu(*of) for key, of in json.loads(Path(__file__).with_name("gpus.json").read_text("utf-8")).items()}
 
 
 def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
@@ -35,11 +26,10 @@ def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
     matches = [gpu for key, gpu in GPUS.items() if name.lower() in (key.lower(), key.split("-")[0].lower())]
     if len(matches) != 1:
         raise ValueError(f"--gpu {name}: unknown or ambiguous; allowed: {', '.join(GPUS)}, with any --gpu-memory")
-    return replace(matches[0], memory_gib=memory_gib or matches[0].memory_gib)
+    return matches[0]._replace(memory_gib=memory_gib or matches[0].memory_gib)
 
 
-@dataclass(frozen=True)
-class Efficiency:
+class Efficiency(NamedTuple):
     """Shares of the datasheet's peak figures that a run reaches; assumed, based on reports of large runs."""
 
     training: float  # share of peak FLOPs, with recomputation; A100s: 40-55 % (arXiv 2104.04473, 2205.05198)

@@ -16,7 +16,7 @@ from oar_plugin.runs.plan import hardware
 from oar_plugin.runs.plan.hardware import EXPECTED, GIB, GOOD, POOR, SCORED, Efficiency, Gpu
 from oar_plugin.runs.plan.known import KNOWN, NotPlannedError, PlanError, counts, load_model
 
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GENERATION, LOG_PROB, REFERENCE, UPDATE, SYNC = "generation", "log-probs", "reference", "update", "weight sync"
 IMPORTANCE, COPIES, GATE = OAR = ("OAR: importance", "OAR: masked copies", "OAR: gate")
 TEMPORARY = "temporary"  # the part of memory with activations, logits, gathered weights
@@ -57,7 +57,6 @@ class Plan:
             # For router replay verl records routes in a forward without a backward.
             recording = replay == "R2" and any(one.backward is not None for one in importance.forwards(1)[:1])
             self.extra_forwards = self.settings.extra_forwards + len(importance.contexts) + recording
-        # The work of a step.
         self.sequences: int = data.train_batch_size * self.rollout.n
         self.updates: int = max(1, data.train_batch_size // self.actor.ppo_mini_batch_size) * self.actor.ppo_epochs
         self.max_length: int = data.max_prompt_length + data.max_response_length
@@ -89,8 +88,7 @@ class Plan:
         left = {
             f"{self.group}: tensor {self.tp} x pipeline {self.pp} x context {self.cp} = {ranks}": self.gpus % ranks,
             f"{self.group}: pipeline {self.pp} x expert {self.ep}": self.gpus % (self.pp * self.ep * self.etp),
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={self.engine_tp}": self.rollout_gpus
-            % self.engine_tp,
+            f"{ROLLOUT}.tensor_model_parallel_size={self.engine_tp}": self.rollout_gpus % self.engine_tp,
         }
         for what in (what for what, rest in left.items() if rest):
             raise PlanError(f"{what}: must divide the {self.gpus} GPUs of trainer.nnodes x trainer.n_gpus_per_node")
@@ -105,7 +103,6 @@ class Plan:
         heads = max(1, self.model.num_key_value_heads // self.engine_tp)
         self.cache_bytes = 2.0 * self.model.num_hidden_layers * heads * self.model.head_dim * HALF
         self.cached_tokens = engine_memory(self)["KV cache"] / self.cache_bytes
-        # What is projected.
         self.memory = step_memory(self)  # phase -> part -> bytes on one GPU
         # Phase -> bytes: (projected, with what fragmentation and libraries may add); free bytes: (least, most).
         share, fixed = hardware.FRAGMENTATION, hardware.WORKSPACES
@@ -166,8 +163,7 @@ class Plan:
     def _hours(self, efficiency: Efficiency, rows: int) -> float:
         responses = rows * self.rollout.val_kwargs.n
         validation = generation_seconds(self, efficiency, responses) if responses else 0.0
-        steps = (self.steps or 0) * self._step(step_seconds(self, efficiency))
-        return (steps + self.validations * validation) / 3600
+        return ((self.steps or 0) * self._step(step_seconds(self, efficiency)) + self.validations * validation) / 3600
 
     @property
     def summary(self) -> str:
@@ -184,7 +180,7 @@ class Plan:
     @property
     def sentences(self) -> list[str]:
         """What is projected and assumed, and the verdict with what to try."""
-        shares = ", ".join(f"{name} {value:.0%}" for name, value in list(vars(EXPECTED).items())[:4])
+        shares = ", ".join(f"{name} {value:.0%}" for name, value in list(EXPECTED._asdict().items())[:4])
         adds = f"OAR ({self.settings.importance}) adds {self.oar:.1f} s: " if self.settings else ""
         return [
             f"{self.gpu.name} ({self.gpu.memory_gib:g} GiB), projected, not measured. {self.model.name}: "
@@ -290,8 +286,7 @@ def step_flops(p: Plan) -> Parts:
         LOG_PROB: p.sequences * passed,
         UPDATE: p.sequences * p.actor.ppo_epochs * p.flops_of(UPDATE, p.length),
     }
-    if p.actor.use_kl_loss or p.config.algorithm.use_kl_in_reward:
-        flops[REFERENCE] = flops[LOG_PROB]
+    flops |= {REFERENCE: flops[LOG_PROB]} if p.actor.use_kl_loss or p.config.algorithm.use_kl_in_reward else {}
     if (oar := p.settings) is None:
         return flops
     answer = 1 if oar.probe == "last" else hardware.ANSWER  # rows that the probe reads
@@ -333,8 +328,7 @@ def step_seconds(p: Plan, efficiency: Efficiency) -> Parts:
 
     seconds = {GENERATION: sum(generation_seconds(p, efficiency, sequences) for sequences in p.rounds if sequences)}
     seconds[LOG_PROB] = trainer(LOG_PROB, efficiency.inference, 1.0, 1, 0)
-    if REFERENCE in flops:
-        seconds[REFERENCE] = seconds[LOG_PROB]
+    seconds |= {REFERENCE: seconds[LOG_PROB]} if REFERENCE in flops else {}
     if oar is not None:
         if IMPORTANCE in flops:
             rate = efficiency.training if oar.backwards else efficiency.inference
@@ -349,8 +343,7 @@ def step_seconds(p: Plan, efficiency: Efficiency) -> Parts:
     # Weight sync: every trainer rank gathers the whole model; engines on other GPUs receive it over the network.
     moved, ranks = p.parameters["trained"], p.pp * max(p.tp, p.ep * p.etp) if p.megatron else p.shards
     seconds[SYNC] = link(p.weight * moved * (1 - 1 / ranks), ranks)
-    if p.dedicated:
-        seconds[SYNC] += link(HALF * moved, p.gpus + p.rollout_gpus)
+    seconds[SYNC] += link(HALF * moved, p.gpus + p.rollout_gpus) if p.dedicated else 0.0
     return seconds
 
 
