@@ -41,7 +41,7 @@ def reshape(
 
 def rewarded(status_B: Tensor, advantage_BL: Tensor) -> Tensor:
     """Returns the statuses, with BAD_REWARD for a response with a NaN or infinite advantage: no weight can mend it."""
-    return status_B.masked_fill(~advantage_BL.isfinite().all(-1), int(Status.BAD_REWARD))
+    return status_B.masked_fill(~advantage_BL.sum(-1).isfinite(), int(Status.BAD_REWARD))
 
 
 def weigh(

@@ -234,15 +234,11 @@ def _encoded(name: str, given: Any) -> Any:
     ids: Any = given.get("input_ids", ()) if isinstance(given, Mapping) else ()
     nested = len(ids) > 0 and torch.as_tensor(ids[0]).dim() == 1
     if getattr(given, "ndim", 0) == 2 or (nested and "attention_mask" not in given):
-        raise ValueError(
-            f"{name}: what is padding in them is not known; give a tokenizer's output with its attention_mask"
-        )
+        raise ValueError(f"{name}: what in them is padding? Give a tokenizer's output with its attention_mask")
     if not nested:
         return given
-    return [
-        torch.as_tensor(row)[torch.as_tensor(mask).bool()]
-        for row, mask in zip(ids, given["attention_mask"], strict=True)
-    ]
+    pairs = zip(ids, given["attention_mask"], strict=True)
+    return [torch.as_tensor(row)[torch.as_tensor(mask).bool()] for row, mask in pairs]
 
 
 def _tokenized(

@@ -8,6 +8,7 @@ of a multi-byte character).
 import enum
 import operator
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -67,23 +68,22 @@ _PROSE_LEAD = re.compile(r"(?:\*\*)?(?<!\w)(?:(?:the|my|our|final|correct)\s+){0
 _LONGEST_LEAD = 40
 # A full stop inside a number or name ("3.14", "x.y") or behind an abbreviation ends no sentence; a tag or a new line does.
 _SENTENCE_END: Any = regex.compile(
-    r"(?i)\.(?!\w)(?<!\b(?:appr|approx|ca|cf|e\.g|est|i\.e|resp|viz|vs|dr|mr|mrs|ms|mt|st)\.)|[?。？！\n]|</\w+>"
+    r"(?i)\.(?!\w)(?<!\b(?:appr|approx|ca|cf|e\.g|eq|est|i\.e|max|resp|rs|viz|vs|dr|mr|mrs|ms|mt|st)\.)|[?。？！\n]|</\w+>"
 )
 _LEADING_DECORATION = re.compile(r"(?:[\s$*]|\\[(\[])*")
 # What a response says behind its thoughts counts, even if the thoughts have a box.
-_END_OF_THOUGHTS = re.compile(r"</(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
-# A line of words is an answer ("#### East") only at the end of a response; after some words (group 1) it is always a heading.
+_END_OF_THOUGHTS = re.compile(r"(?i)(?:[<\[]|◁)/(?:\w+:)?(?:think\w*|thought|reasoning)\s*[>\]▷]|<\|end_of_thought\|>")
+# Words behind "####" are an answer ("East") only at the end of a response. With a word of group 1 they always are a heading.
 _HEADING = re.compile(
-    r"(?:\d+[.):]\s+)?(?:((?:final )?answer\W*$|verif|check|conclu|solution|expla|summar|step|case|note|reason|analy|method)"
-    r"|[^\W\d_]{2})",
-    re.IGNORECASE,
+    r"(?i)(?:\(?(?:\d+(?:\.\d+)*|[a-z]|[ivx]+)[.):]?\)?\s+)?(?:((?:step|case|proof|method|approach|verif\w*|(?:double-?)?check\w*)\b"
+    r"|(?:(?:final )?answer|conclu\w*|solution|expla\w*|summary|note|reason(?:ing)?|analy\w*)\b(?!.*:.*\d))|[^\W\d_]{2})"
 )
 _FOLLOWED = re.compile(r"[^\n]*\n\s*[^\s<]")
 # A digit, a formula, or a letter that stands alone, as for options.
 _MATHEMATICS = re.compile(r"[\d\\$=^<>√∞π∅½¼¾⅐-⅞]|^\(?[A-Za-z]\b(?!\s+\w)")
 # What prompts have in the place of an answer, which responses repeat.
 _PLACEHOLDER = re.compile(
-    r"[\s.?_…]*|\\[lc]?dots|\W*(?:\\text\W)?(?:(?:the|your|final)\s)*answer(?:\shere)?\W*", re.IGNORECASE
+    r"(?i)(?:\\text\{)?(?:[\s.?_…]*|\\[lc]?dots|\\square|\W*(?:(?:the|your|final)\s)*answer(?:\shere)?\W*)\}?|\{\s*\}|\\"
 )
 # Expressions that `regex` and `re` understand differently: an approximate match ("{e<=1}"), a named class ("[[:alpha:]]").
 _AMBIGUOUS = re.compile(r"(?<!\\)(?:\\\\)*(\{(?=[\d\s<=+]*[isde])|\[(?=:[^\]]*:\]))")
@@ -173,12 +173,11 @@ _NAMED: dict[str, _Candidates] = {
 def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
     r"""Returns the function that finds the final answer in a response's text: an ``AnswerSpan``, or None.
 
-    Of all complete answers, the one that starts last counts: the ``5`` of ``<answer>\boxed{5}</answer>``, the last of several
-    boxes. Boxes, tags and matches of a user's own patterns count before announced answers (behind a box, ``the answer is 5`` is
-    a remark), and announced words (``#### Check``, ``the answer is correct``) after everything else. If the text behind
-    ``</think>`` has an answer, those before it do not count. A box that is empty or not closed, a placeholder (``...``) and a
-    Markdown heading (words after ``####``, followed by text) are no answers. The shipped reward grades the same answer.
-    Markers without text between them are one marker: ``The answer is \boxed{``. The patterns are:
+    Answers behind the last ``</think>`` that has any count before others; boxes, tags and a user's own matches before announced
+    answers (behind a box, ``the answer is 5`` is a remark); announced words after all. Of equal ones the last counts: the ``5``
+    of ``<answer>\boxed{5}</answer>``. A box that is empty or not closed, a placeholder (``...``) and a Markdown heading
+    (``#### Check``) are no answers. The shipped reward grades the same answer. Markers without text between them are one
+    marker: ``The answer is \boxed{``. The patterns are:
 
     - ``boxed``: ``\boxed{...}`` with balanced braces, also ``\boxed 5``;
     - ``hash``: ``#### ...`` to the end of the line;
@@ -202,8 +201,8 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
     def find(text: str) -> AnswerSpan | None:
         found = [(_certainty(pattern, text, span), span) for pattern, source in sources for span in source(text)]
         spans = [span for _, span in found]
-        thoughts = max((match.end() for match in _END_OF_THOUGHTS.finditer(text)), default=0)
-        answers = [(sure > 0, span.start >= thoughts, sure, span.start, span) for sure, span in found if sure >= 0]
+        ends = [match.end() for match in _END_OF_THOUGHTS.finditer(text)]
+        answers = [(bisect_right(ends, one.start), sure > 0, sure, one.start, one) for sure, one in found if sure >= 0]
         if not answers:
             return None
         answer = max(answers)[-1]
@@ -218,15 +217,18 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
 
 
 def _certainty(pattern: str, text: str, span: AnswerSpan) -> int:
-    """How certain a match is an answer. 2: box, tag, user's own; 1: announced; 0: announced, but only words; -1: it is none."""
+    """How sure a match is an answer. 2: box, tag or user's own; 1: announced; 0: announced, but only words; -1: it is none."""
     if pattern not in _NAMED:
         return 2
-    content, box_inside = text[span.start : span.end], r"\boxed" in text[span.start : span.end]
-    # A box in a box is a match of its own, which starts later.
-    if _PLACEHOLDER.fullmatch(content) or (box_inside and (pattern == "boxed" or not any(_boxed(content)))):
+    content = text[span.start : span.end]
+    boxes = () if pattern == "boxed" else _boxed(content)  # a box in a box is a match of its own, which starts later
+    answered = any(not _PLACEHOLDER.fullmatch(content, one.start, one.end) for one in boxes)
+    if _PLACEHOLDER.fullmatch(content) or (r"\boxed" in content and not answered):
         return -1
     heading = _HEADING.match(content) if pattern == "hash" else None
-    if heading and (heading[1] or _FOLLOWED.match(text, span.end)):
+    if heading and (
+        heading[1] or (_FOLLOWED.match(text, span.end) and not _MATHEMATICS.search(content, heading.end()))
+    ):
         return -1
     return 2 if pattern in ("boxed", "answer_tag") else int(_MATHEMATICS.search(content) is not None)
 

@@ -30,14 +30,16 @@ def wrong_values(config: DictConfig, written: Mapping[str, Any], verls: Mapping[
             continue
         value, text = OmegaConf.select(config, key), rule.get("text", "a number")
         if isinstance(default, bool):
-            text, fits = "True or False", not isinstance(value, str)
+            text, fits = "True or False", value in (True, False, None)
         elif value is None:
-            fits = default is None or not rule
+            fits = default is None or not rule or "unset" in rule
         else:
             fits = isinstance(value, int if rule.get("whole") else int | float) and not isinstance(value, bool)
             fits = fits and rule.get("least", -math.inf) <= value <= rule.get("most", math.inf)
         if not fits:
-            yield f"{key}={value}: allowed: {text}"
+            if "oc.env" in (given := str(written.get(key))):
+                text += f"; {given} is a text, ${{oc.decode:{given}}} is not"
+            yield f"{key}={value!r}: allowed: {text}"
 
 
 def unknown_names(config: DictConfig) -> Iterator[str]:
@@ -61,8 +63,8 @@ def _of_verl(rule: Mapping[str, Any], name: str, config: DictConfig) -> Collecti
     own = OmegaConf.select(config, "actor_rollout_ref.model.external_lib") or []
     try:  # the user's modules as verl's workers do
         *_, held = map(importlib.import_module, [*([own] if isinstance(own, str) else own), module])
-    except ImportError:
+        for part in path.split("."):
+            held = held[part] if isinstance(held, dict) else getattr(held, part)
+    except Exception:  # a module of the user's may need what only the run's nodes have: verl looks the name up there
         return [name]
-    for part in path.split("."):
-        held = held[part] if isinstance(held, dict) else getattr(held, part)
     return held

@@ -90,8 +90,9 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
         if unknown := re.match(r"Could not override '([\w.]+)'", reason):
-            hint = did_you_mean(unknown[1], _verls("dp") | _verls("megatron"))
-            reason = f"verl has no key {unknown[1]}{hint}; on the command line +KEY adds one"
+            key = (re.search(r"full_key: ([\w.]+)", str(error.__cause__)) or unknown)[1]
+            hint = did_you_mean(key, _verls("dp") | _verls("megatron"))
+            reason = f"verl has no key {key}{hint}; on the command line ++KEY adds one"
         raise RecipeError(f"{folder / variant}.yaml does not compose: {reason}") from error
     known, words = "".join(f"\n{key}." for key in verls), (word for word in overrides if "=" in word)
     for key, place in [*given, *((word.lstrip("+~").partition("=")[0], word) for word in words)]:
@@ -100,7 +101,9 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
             continue
         hint = did_you_mean(key, [one for one in verls if one.endswith(f".{key}")] or verls)
         if place in overrides and f"\n{group}." in known:
-            _note(f"oar: {place}: verl's configuration has no such key, and it may have no effect{hint}")
+            _note(
+                f"oar: {place}: verl's configuration does not list this key; it has no effect where nothing reads it{hint}"
+            )
         elif place not in overrides or f"${{{group}." not in OmegaConf.to_yaml(config):
             faults.append(f"{place}: verl has no key {key}{hint}")
     if faults:
@@ -109,7 +112,7 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
 
 
 _note = functools.cache(lambda text: say(text, sys.stderr))  # once, for whatever number of runs
-_PASSED_ON = re.compile(r"^hydra\.|^algorithm\.oar\.|kwargs|kw_args|\boverride_|\bmbridge_config")
+_PASSED_ON = re.compile(r"^hydra\.|^algorithm\.oar\b|kwargs|kw_args|\boverride_|\bmbridge_config")
 """Keys that verl does not define: Hydra's, OAR's, which `OarConfig` checks, and those that verl passes on."""
 
 

@@ -9,7 +9,6 @@ import atexit
 import importlib.util
 import itertools
 import logging
-import math
 import threading
 from collections.abc import Iterator
 from decimal import Decimal
@@ -54,9 +53,9 @@ def compute_score(
         math-verify), `failed` (timed out or crashed): 1.0 if this is why no answer was compared, else 0.0. `extracted_answer`:
         the answer's text. All keys are always present: verl makes a column of each.
     """
-    answer, truths = final_answer(solution_str), list(_truths(ground_truth))
+    answer, truths = final_answer(solution_str or ""), list(_truths(ground_truth))
     row: dict[str, Any] = dict.fromkeys(("score", "acc", "no_truth", "no_answer", "unparsed", "failed"), 0.0)
-    row |= {"extracted_answer": answer or ""}
+    row["extracted_answer"] = answer or ""
     if not truths:
         index = extra_info.get("index", "?") if isinstance(extra_info, dict) else "?"
         _say("ground truth %d is missing: %s, row %s of %.80s", "no_truth", repr(ground_truth)[:80], index, data_source)
@@ -67,13 +66,18 @@ def compute_score(
         return row | {"score": 1.0, "acc": 1.0}
     if len(answer) > LONGEST_ANSWER:
         return row | {"unparsed": 1.0}
-    try:
-        equal = [start_pool(processes, timeout_s).run(compare, truth, answer) for truth in truths]
-    except TaskFailed as error:
-        _say("failed comparison %d: %s (answer: %.200s); the reward is 0", "failed", error, answer)
-        return row | {"failed": 1.0}
-    row["score"] = row["acc"] = float(any(equal))
-    return row | {"unparsed": float(all(each is None for each in equal))}
+    row["unparsed"], pool = 1.0, start_pool(processes, timeout_s)
+    for truth in truths:
+        try:
+            equal = pool.run(compare, truth, answer)
+        except TaskFailed as error:
+            _say("failed comparison %d: %s (answer: %.200s); the reward is 0", "failed", error, answer)
+            row |= {"failed": 1.0, "unparsed": 0.0}
+            continue
+        if equal:
+            return row | {"score": 1.0, "acc": 1.0, "failed": 0.0, "unparsed": 0.0}
+        row["unparsed"] *= equal is None
+    return row
 
 
 def _truths(value: Any) -> Iterator[str]:
@@ -82,14 +86,15 @@ def _truths(value: Any) -> Iterator[str]:
     if isinstance(value, (list, tuple, set, frozenset)):
         for each in value:
             yield from _truths(each)
-    elif isinstance(value, (str, int)) or (isinstance(value, (float, Decimal)) and math.isfinite(value)):
+    elif isinstance(value, (str, int)) or (
+        isinstance(value, (float, Decimal)) and "n" not in str(value).lower()
+    ):  # nan, inf
         yield from filter(None, [str(value).strip()])
 
 
 def _say(message: str, kind: str, *values: Any) -> None:
     """Warn of the 1st, 2nd, 4th, 8th, ... fault of a kind: there can be many."""
-    count = next(_faults[kind])
-    if count & (count - 1) == 0:
+    if not (count := next(_faults[kind])) & (count - 1):
         logger.warning(message, count, *values)
 
 

@@ -22,7 +22,7 @@ def test_an_override_of_verl():
         "actor_rollout_ref.actor.lr=1": "; did you mean actor_rollout_ref.actor.optim.lr?",
         f"{ROLLOUT}.engine_kwargs.vllm.x=1": f"verl has no key {ROLLOUT}.engine_kwargs.vllm.x",
     }.items():
-        with pytest.raises(RecipeError, match=r"on the command line \+KEY adds one") as refused:
+        with pytest.raises(RecipeError, match=r"on the command line \+\+KEY adds one") as refused:
             compose_recipe(RECIPE, "oar", ["oar=decision", word])
         assert said in str(refused.value)
     allowed = [f"+{ROLLOUT}.engine_kwargs.vllm.x=1", "+trainer.newer=1", "++trainer.save_freq=1", "~data.seed"]

@@ -64,7 +64,8 @@ class OarSearchPath(SearchPathPlugin):
         """Hydra's hook. Exits at a misspelt preset or key: Hydra's own message would not help."""
         given = _arguments.get()
         arguments = sys.argv[1:] if given is None else given
-        if fault := misspelt(arguments):
+        ours = given is not None or mentions_oar(arguments)  # with another estimator, `oar.x` is the user's own
+        if fault := misspelt([word for word in arguments if ours or not word.lstrip("+").startswith("oar.")]):
             sys.exit(f"oar: {fault}")
         folders = [element.path for element in search_path.get_path() if element.provider == "main"]
         search_path.append(_PROVIDER, "pkg://oar_plugin.hosts.verl.conf")

@@ -127,7 +127,7 @@ class OarRayTrainer(TrainerCredit):
         assert self.oar is not None
         self._start(self.oar)
         workers = self.actor_rollout_wg
-        fields = FIELDS if self._credit.dumps.folder is not None or self.oar.contexts else USED
+        fields = FIELDS if self._credit.dumps.folder is not None or self.oar.contexts else (*USED, SEGMENTS)
         asking = _Asking(workers, sign_B, self._request(importance_only), self.global_steps, fields)
         self.actor_rollout_wg = asking
         try:
@@ -166,7 +166,8 @@ class OarRayTrainer(TrainerCredit):
         fields = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
         entropy_BL, advantage_BL = fields.pop(ENTROPY, None), batch.batch["advantages"]
         # A trainer of one's own may change rewards after the rows were chosen. Less is what rounding leaves of equal rewards.
-        largest_B1 = advantage_BL.nan_to_num(0.0, 0.0, 0.0).abs().amax(-1, keepdim=True)
+        least_B1, most_B1 = advantage_BL.aminmax(dim=-1, keepdim=True)
+        largest_B1 = torch.maximum(most_B1, -least_B1).nan_to_num(0.0, 0.0, 0.0)
         late_B1 = (fields[STATUS] == Status.NOT_NEEDED) & (largest_B1 > LATE * largest_B1.max())
         if self.oar.contexts:  # with the other sign, other tokens would have scored
             turned_B1 = (fields[STATUS] == Status.SCORED) & (fields[NEEDED] * signs(advantage_BL)[:, None] < 0)

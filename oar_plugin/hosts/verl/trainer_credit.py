@@ -175,13 +175,15 @@ def answer_mismatch(credit: TokenCredit, batch: QueuedBatch) -> dict[str, float]
             if read and segment_L is not None:
                 ours = credit.tokenizer.decode(one["responses"][segment_L == Segment.ANSWER])
                 differ.append(_values(ours) != _values(str(read[0])))
-        metrics |= {"oar/answer_mismatch": sum(differ) / len(differ)} if differ else {}
-    return metrics
+    return metrics | ({"oar/answer_mismatch": sum(differ) / len(differ)} if differ else {})
 
 
-def _values(answer: str) -> list[float] | str:
-    numbers = re.findall(r"-?\d+\.?\d*", answer.replace(",", ""))
-    return [float(number) for number in numbers] or re.sub(r"\\[a-z]+|[\W_]", "", answer).casefold()
+def _values(answer: str) -> tuple[list[float], int] | str:
+    """Returns the numbers of an answer, and how many minus signs it has; without numbers its letters."""
+    answer = re.sub(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))", "", answer)
+    plain = re.sub(r"[\s{}$\\_]", "", answer).casefold()
+    numbers = [float(number) for number in re.findall(r"\d+\.?\d*|\.\d+", plain)]
+    return (numbers, plain.count("-")) if numbers else re.sub(r"\W", "", plain)
 
 
 def no_importance(step: int) -> str:

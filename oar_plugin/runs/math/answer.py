@@ -11,7 +11,6 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from decimal import Decimal
-from itertools import combinations
 from typing import Any
 
 from oar_plugin.config import OarConfig
@@ -20,36 +19,49 @@ from oar_plugin.credit.answer import make_finder
 _find = make_finder(OarConfig().answer_patterns)
 
 # What math-verify cannot read, or reads otherwise: `3e2` as 3 times e times 2, `10 000` as 0.
-_SYMBOLS = {"∞": r"\infty ", "·": r"\cdot ", "×": r"\times ", "°": r"^\circ ", "、": ",", "−": "-", "–": "-"}
-_SYMBOLS |= {power: f"^{{{value}}}" for value, power in zip("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻", strict=True)}
-_CHARACTERS = str.maketrans(_SYMBOLS | {part: f" {part}" for part in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"})
+_CHARACTERS = str.maketrans(
+    dict(zip("∞·×°、−⁄", [r"\infty ", r"\cdot ", r"\times ", r"^\circ ", ",", "-", "/"], strict=True))
+)
+_RAISED = re.compile("(?P<up>[⁰¹²³⁴-⁹⁺⁻ⁿⁱ]+)|(?P<down>[₀-₉ₙ]+)|(?P<fraction>[½⅓⅔¼¾⅕-⅞])")
 _MATH_MODE = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])")
-_ROOT = re.compile(r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]))")
+_ROOT = re.compile(
+    r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]|\\d?frac\{[^{}]*\}\{[^{}]*\})|(?=\{))"
+)
 _THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:(?:\\[,;:!> ]|\{,\}|[ ~'’])\d{3})+(?!\d)")
-_MIXED = re.compile(r"(?<![\w.^}/])(\d+)\s+(\d+)\s*[/⁄]\s*(\d+)(?![\d.])")
+_MIXED = re.compile(r"(?<![\w.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
 _SCIENTIFIC = re.compile(
-    r"(?<![\w.^}/])(\d+(?:\.\d+)?|\.\d+)(?:[eE]([+-]?\d+)(?![\w.{])"
-    r"|\s*(?:\\times|\\cdot|\*|x(?=\s*10\s*\^))\s*10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?\d+)\s*\}|([+-]?\d+))(?![\d.^]))"
+    r"(?<![\w.^}])(?P<a>\d+(?:\.\d+)?|\.\d+)[eE](?P<b>[+-]?\d{1,3})(?![\w.{])|(?<![\w.^}/])(?P<c>\d+(?:\.\d+)?|\.\d+)\s*"
+    r"(?:\\times|\\cdot|\\ast|[*•]|[xX](?=\s*10\s*\^))\s*\{?10\}?\s*(?:\^|\*\*)\s*\{?\s*(?P<d>[+-]?\d{1,3})(?:\s*\}|(?![\d.^]))"
 )
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
-# A word of prose; no command, function, or product of variables (`5 xyz`).
-_WORD = (
-    r"(?<![\\\w{])(?!(?:(?:arc)?(?:sin|cos|tan|sec)h?|exp|log|min|max|mod|gcd|lcm|det|alpha|beta|theta|lambda|abc|cde|ijk|mno)\b)"
-    r"(?:(?=\w{3})[A-Za-z]*[aeiou][A-Za-z]*|of|an|in|to|by|a(?=\s+(?!sin|cos|tan|log)[a-z]{3})|[^\x00-\u03ff\W\d_]+)(?![A-Za-z}])"
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
+# Words around a number that say nothing about it. With other words, math-verify finds no number.
+_BEFORE = re.compile(
+    r"(?i)^\s*(?:(?:about|approximately|approx\.?|roughly|around|exactly|precisely|simply|just|only|(?:a |the )?total(?: of)?"
+    r"|equals?(?: to)?|US(?=\\?\$)|USD|Rs\.?|option|choice|[€£¥₹≈~:]|\\approx)\s*)+|^(?=[^=]*[A-Za-z]{3})[A-Za-z' ]+=(?=[^=]*$)"
 )
-_WORDS_AROUND = re.compile(
-    rf"^(?:[\s:,]*(?:{_WORD}|{_TEXT.pattern}))+[\s:,]*|(?:[\s,]*(?:{_WORD}|{_TEXT.pattern})(?:\s*\^\{{?\d\}}?)?)+[\s.]*$"
+_UNIT = r"(?:[kcm]?m|[km]?g|s|h|mol|k?J|erg|N|W|V|L)(?:\^?\{?-?\d\}?)?"
+_AFTER = re.compile(
+    r"\s*\([a-z -]*\)$|(?:\s+(?:(?=[A-Za-z'’-]{3})(?=[^\saeiou]*[aeiou])[A-Za-z'’-]+|of|in|to|by|at|an?|on)(?![\w(^{]))+"
+    rf"(?:\s*\^\{{?\d\}}?)?$|\s*{_TEXT.pattern}(?:\s*\^\{{?\d\}}?)?$|\s+{_UNIT}(?:\s*/\s*{_UNIT})+$|\s*[^\x00-\u03ff\W\d_]+$"
 )
-_OTHER_MEANING = re.compile(  # `less than 5`
-    r"\b(?:not|never|than|least|most|between|over|under|above|below|or (?:more|less|fewer))\b|n't\b", re.IGNORECASE
+_REASON = re.compile(
+    r"(?s)\s*(?:[,;(–—-]\s*|\s)(?:because|since|which|therefore|thus|hence|so|as (?:required|expected))\b.*"
 )
-_OPTION = re.compile(r"\(?([A-Z])(?:\)|\s*[:.]|$)(?!.*(?:\band|\bor|[,&/])\s*\(?[A-Z]\b)", re.DOTALL)
+_OTHER_MEANING = re.compile(  # `5 million`, `5 and a half`, `5 or more`, `less than 5`, `5万`, `5-10`, `> 5`
+    r"(?i)(?<!\\)\b(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|hundred|thousand|[bmtr]+illion|no"
+    r"|dozen|hal(?:f|ves)|thirds?|fourths?|quarters?|fifths?|squared|cubed|factorial|power|root|plus|minus|times|negative|modulo|up"
+    r"|divided|not|never|than|least|most|more|less|fewer|greater|higher|lower|between|over|under|above|below|except|but|excluding"
+    r"|besides|phi|psi|alpha|beta|gamma|delta|theta|lambda|sigma|omega)\b|n't\b|[万亿千百十半以或和到不]|\d\s*[–—~]\s*\d"
+    r"|^\s*(?:[<>≤≥≠]|\\(?:[gl]eq?|neq?|[gl]t)\b)"
+)
+_OPTION = re.compile(
+    r"(?s)(?:\(([A-Z])\)(?!\s*(?:and|or|[,&/;])?\s*\([A-Z]\))|([A-Z])\s*(?:[).:](?!\s*(?:and|or|[,&/;])?\s*[A-Z](?:[).:]|$))|$))"
+)
 
 
 def final_answer(response: str) -> str | None:
     """Return the answer by which a response is graded; None if the response has none."""
-    span = _find(response)
-    return response[span.start : span.end] if span else None
+    return response[span.start : span.end] if (span := _find(response)) else None
 
 
 def compare(ground_truth: str, answer: str) -> bool | None:
@@ -60,13 +72,14 @@ def compare(ground_truth: str, answer: str) -> bool | None:
     from math_verify import verify
 
     truth, given = (_TEXT.sub(r"\1", _plain(text)).strip() for text in (ground_truth, answer))
-    if re.fullmatch(r"\(?[A-Z]\)?", truth) and (option := _OPTION.match(given)):
-        return option[1] == truth.strip("()")
-    same = "".join(truth.split()).casefold() == "".join(given.split()).casefold()
-    if same or not re.search(r"\w", re.sub(_WORD, "", truth)):  # math-verify compares the letters of words in any order
-        return same
+    if re.fullmatch(r"\(?[A-Z]\)?", truth) and (option := _OPTION.match(_BEFORE.sub("", given))):
+        return (option[1] or option[2]) == truth.strip("()")
+    if "".join(truth.split()) == "".join(given.split()):
+        return True
+    if re.fullmatch(r"(?=.*[aeiou])[A-Za-z' -]{3,}", truth):  # math-verify would compare letters in any order
+        return "".join(truth.split()).casefold() == "".join(given.split()).casefold()
     known, parts = _parse(_plain(ground_truth)), _parse(_mathematics(answer))
-    if any(map(_contradicts, parts)):
+    if not re.search(r"\\circ|_|%", answer) and any(map(_contradicts, parts)):  # degrees, bases: math-verify drops them
         return False
     places = max([0, *(place for part in (*known, *parts) for place in _leading_zeros(part))])
     # The pool limits the time. math-verify's own limit uses signals, which cannot interrupt a long operation on big numbers.
@@ -75,10 +88,7 @@ def compare(ground_truth: str, answer: str) -> bool | None:
 
 
 def canonical(answer: str) -> str:
-    """Return the same text for all answers that math-verify parses to the same expression, as 5, 5.0 and `x = 5`.
-
-    An answer that cannot be parsed is returned without spaces.
-    """
+    """Return one text for all answers that are parsed to one expression (5, 5.0, `x = 5`); without spaces if none is."""
     from math_verify.grader import unwrap_eq
     from sympy import nsimplify
 
@@ -90,32 +100,44 @@ def canonical(answer: str) -> str:
 
 def _plain(text: str) -> str:
     """Return a text without math mode, in characters and numbers that math-verify can read."""
-    text = unicodedata.normalize("NFKC", text.translate(_CHARACTERS)).replace("}^{", "")
-    text = _THOUSANDS.sub(
-        lambda match: re.sub(r"\D", "", match[0]), _MATH_MODE.sub(" ", text).lstrip().rstrip(" .,;:\n")
-    )
-    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
-    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text).replace("⁄", "/")
-    return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[1]).scaleb(int(match[2] or match[3] or match[4])):f}", text)
+
+    def raised(match: re.Match[str]) -> str:
+        plain = unicodedata.normalize("NFKC", match[0]).replace("−", "-")
+        if match["fraction"]:
+            fraction = r"\frac{{{}}}{{{}}}".format(*plain.split("⁄"))
+            alone = text[: match.start()].endswith(("√", "^", "/")) or _RAISED.match(text, match.end())
+            return f"{{{fraction}}}" if alone else fraction
+        return f"^{{{plain}}}" if match["up"] else f"_{{{plain}}}"
+
+    text = re.sub(r"°[CF]\b", "", unicodedata.normalize("NFKC", _RAISED.sub(raised, text))).translate(_CHARACTERS)
+    text = _MATH_MODE.sub(" ", re.sub(r"^\s*[–—‑‐]|(?<=\d)[‑‐](?=\d)", "-", text)).lstrip().rstrip(" .,;:\n")
+    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), re.sub(r"\^(-\d+)", r"^{\1}", text))
+    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}" if match[1] or match[2] else r"\sqrt", text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    return _SCIENTIFIC.sub(lambda m: f"{Decimal(m['a'] or m['c']).scaleb(int(m['b'] or m['d'])):f}", text)
 
 
 def _mathematics(answer: str) -> str:
-    """Return an answer in plain notation without the words around it: `18` of `18 dollars per day`; empty for an argument."""
-    prose = re.sub(r"\b(?:is|are|equals)\b", "=", _plain(answer))
-    if r"\begin" in prose:
-        return prose
-    bare = _WORDS_AROUND.sub("", prose) or _WORDS_AROUND.sub("", _TEXT.sub(r"\1", prose)) or _plain(answer)
-    argument = _OTHER_MEANING.search(prose) or ("=" in bare and re.search(_WORD, bare))
-    return "" if argument else bare.lstrip(" ,;:=").rstrip(" .,;:")
+    """Return an answer in plain notation without the words around it, `18` of `18 dollars per day`; empty if it says more."""
+    plain = _REASON.sub("", _plain(answer))
+    if r"\begin" in plain:
+        return plain
+    if _OTHER_MEANING.search(_TEXT.sub(r" \1 ", plain)):
+        return ""
+    for text in (plain, _TEXT.sub(r" \1 ", plain)):  # a unit in \text{}, then an answer in \text{}
+        bare = re.sub(r"\b(?:is|are|equals)\b", "=", _AFTER.sub("", _AFTER.sub("", text)))
+        if bare := _BEFORE.sub("", _TEXT.sub(r" \1 ", bare)).lstrip(" ,;:=").rstrip(" .,;:"):
+            return bare
+    return plain
 
 
 @functools.lru_cache(maxsize=1024)  # all responses of a group have the same ground truth
 def _parse(text: str) -> list[Any]:
     """Return math-verify's parses of an expression; a string among them was not parsed as mathematics."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+    from math_verify import LatexExtractionConfig, parse
 
-    targets = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    # All of the text in a box is one expression; without it, math-verify would take a part.
+    # In a box, all of the text is one expression; without one, math-verify would take a part.
+    targets = [LatexExtractionConfig(boxed_match_priority=0)]
     parts = list(parse(rf"\boxed{{{text}}}", targets, parsing_timeout=None))
     if any(not isinstance(part, str) for part in parts):
         return parts
@@ -138,11 +160,12 @@ def _leading_zeros(part: Any) -> Iterator[int]:
 def _contradicts(part: Any) -> bool:
     """Return whether a parse has an equation of two different numbers: `2 = 3`, `x = 2 = 3`, but not `1/3 = 0.33`."""
     from math_verify import verify
-    from sympy import And, Eq
+    from sympy import Eq
 
-    chains = [] if isinstance(part, str) else part.atoms(And, Eq)
-    sides = [{side for eq in chain.atoms(Eq) for side in eq.args if side.is_number} for chain in chains]
-    return not all(verify(*pair, 2, timeout_seconds=None) for each in sides for pair in combinations(each, 2))
+    pairs = (
+        [] if isinstance(part, str) else [eq.args for eq in part.atoms(Eq) if all(side.is_number for side in eq.args)]
+    )
+    return not all(verify(*pair, 2, timeout_seconds=None) for pair in pairs)
 
 
 def warm_up() -> None:

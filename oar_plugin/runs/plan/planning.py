@@ -85,13 +85,14 @@ class Plan:
         self.dedicated, self.engine_tp = trainer_of(config) == "separate_async", self.rollout.tensor_model_parallel_size
         self.rollout_gpus: int = self.rollout.nnodes * self.rollout.n_gpus_per_node if self.dedicated else self.gpus
         ranks = self.tp * self.pp * self.cp
-        left = {
-            f"{self.group}: tensor {self.tp} x pipeline {self.pp} x context {self.cp} = {ranks}": self.gpus % ranks,
-            f"{self.group}: pipeline {self.pp} x expert {self.ep}": self.gpus % (self.pp * self.ep * self.etp),
-            f"{ROLLOUT}.tensor_model_parallel_size={self.engine_tp}": self.rollout_gpus % self.engine_tp,
+        sizes = {
+            f"{self.group}: tensor {self.tp} x pipeline {self.pp} x context {self.cp} = {ranks}": (self.gpus, ranks),
+            f"{self.group}: pipeline {self.pp} x expert {self.ep}": (self.gpus, self.pp * self.ep * self.etp),
+            f"{ROLLOUT}.tensor_model_parallel_size={self.engine_tp}": (self.rollout_gpus, self.engine_tp),
         }
-        for what in (what for what, rest in left.items() if rest):
-            raise PlanError(f"{what}: must divide the {self.gpus} GPUs of trainer.nnodes x trainer.n_gpus_per_node")
+        for what, (gpus, size) in sizes.items():
+            if gpus % size:
+                raise PlanError(f"{what}: must divide the {gpus} GPUs of nnodes x n_gpus_per_node")
         self.dp = self.gpus // ranks
         # Bytes of a stored weight; under FSDP also of its gradient and of each Adam moment.
         self.weight = 4 if not self.megatron and self.engine.model_dtype == "fp32" else HALF
@@ -242,7 +243,8 @@ def states(p: Plan) -> tuple[float, float, float]:
 
 def engine_memory(p: Plan) -> Parts:
     """Return the bytes of one GPU that vLLM uses for weights and workspace, and the rest of its share: the KV cache."""
-    working = p.rollout.max_num_batched_tokens * (4 * p.model.hidden_size + 3 * p.model.inner / p.engine_tp)
+    # 8192 is what vLLM's server takes where it is not told.
+    working = (p.rollout.max_num_batched_tokens or 8192) * (4 * p.model.hidden_size + 3 * p.model.inner / p.engine_tp)
     # The sampler holds float32 logits of all sequences, and sorts and normalises them.
     sampling = 3 * 4.0 * p.rollout.max_num_seqs * p.model.vocab_size
     used = HALF * (p.parameters["all"] / p.engine_tp + working) + sampling + hardware.ENGINE_OVERHEAD
