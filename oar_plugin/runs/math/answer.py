@@ -42,7 +42,7 @@ _BEFORE = re.compile(
 _UNIT = r"(?:[kcm]?m|[km]?g|s|h|mol|k?J|erg|N|W|V|L)(?:\^?\{?-?\d\}?)?"
 _AFTER = re.compile(
     r"\s*\([a-z -]*\)$|(?:\s+(?:(?=[A-Za-z'’-]{3})(?=[^\saeiou]*[aeiou])[A-Za-z'’-]+|of|in|to|by|at|an?|on)(?![\w(^{]))+"
-    rf"(?:\s*\^\{{?\d\}}?)?$|\s*{_TEXT.pattern}(?:\s*\^\{{?\d\}}?)?$|\s+{_UNIT}(?:\s*/\s*{_UNIT})+$|\s*[^\x00-\u03ff\W\d_]+$"
+    rf"(?:\s*\^\{{?\d\}}?)?$|\s*{_TEXT.pattern}(?:\s*\^\{{?\d\}}?)?$|\s+{_UNIT}(?:(?:\s*/\s*{_UNIT})+|(?<=[\d}}]))$|\s*[^\x00-\u03ff\W\d_]+$"
 )
 _REASON = re.compile(
     r"(?s)\s*(?:[,;(–—-]\s*|\s)(?:because|since|which|therefore|thus|hence|so|as (?:required|expected))\b.*"
