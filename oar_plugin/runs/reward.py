@@ -86,9 +86,8 @@ def _truths(value: Any) -> Iterator[str]:
     if isinstance(value, (list, tuple, set, frozenset)):
         for each in value:
             yield from _truths(each)
-    elif isinstance(value, (str, int)) or (
-        isinstance(value, (float, Decimal)) and "n" not in str(value).lower()
-    ):  # nan, inf
+    # The text of a finite number has no "n", as those of NaN and infinity have.
+    elif isinstance(value, (str, int)) or (isinstance(value, (float, Decimal)) and "n" not in str(value).lower()):
         yield from filter(None, [str(value).strip()])
 
 

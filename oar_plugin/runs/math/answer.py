@@ -71,14 +71,15 @@ def compare(ground_truth: str, answer: str) -> bool | None:
     """
     from math_verify import verify
 
-    truth, given = (_TEXT.sub(r"\1", _plain(text)).strip() for text in (ground_truth, answer))
+    plain_truth, plain = _plain(ground_truth), _plain(answer)
+    truth, given = (_TEXT.sub(r"\1", text).strip() for text in (plain_truth, plain))
     if re.fullmatch(r"\(?[A-Z]\)?", truth) and (option := _OPTION.match(_BEFORE.sub("", given))):
         return (option[1] or option[2]) == truth.strip("()")
     if "".join(truth.split()) == "".join(given.split()):
         return True
     if re.fullmatch(r"(?=.*[aeiou])[A-Za-z' -]{3,}", truth):  # math-verify would compare letters in any order
         return "".join(truth.split()).casefold() == "".join(given.split()).casefold()
-    known, parts = _parse(_plain(ground_truth)), _parse(_mathematics(answer))
+    known, parts = _parse(plain_truth), _parse(_mathematics(plain))
     if not re.search(r"\\circ|_|%", answer) and any(map(_contradicts, parts)):  # degrees, bases: math-verify drops them
         return False
     places = max([0, *(place for part in (*known, *parts) for place in _leading_zeros(part))])
@@ -92,7 +93,7 @@ def canonical(answer: str) -> str:
     from math_verify.grader import unwrap_eq
     from sympy import nsimplify
 
-    for part in _parse(_mathematics(answer)):
+    for part in _parse(_mathematics(_plain(answer))):
         if not (isinstance(part, str) or _contradicts(part)):
             return str(nsimplify(unwrap_eq(part), rational=True))
     return "".join(answer.split())
@@ -117,9 +118,9 @@ def _plain(text: str) -> str:
     return _SCIENTIFIC.sub(lambda m: f"{Decimal(m['a'] or m['c']).scaleb(int(m['b'] or m['d'])):f}", text)
 
 
-def _mathematics(answer: str) -> str:
-    """Return an answer in plain notation without the words around it, `18` of `18 dollars per day`; empty if it says more."""
-    plain = _REASON.sub("", _plain(answer))
+def _mathematics(plain: str) -> str:
+    """Return an answer of `_plain` without the words around it, `18` of `18 dollars per day`; empty if it says more."""
+    plain = _REASON.sub("", plain)
     if r"\begin" in plain:
         return plain
     if _OTHER_MEANING.search(_TEXT.sub(r" \1 ", plain)):
