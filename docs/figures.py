@@ -66,8 +66,6 @@ def marks() -> str:
     names = {
         "`decision`": "decision",
         "`decision` x doubt": "decision x (1 - p)",
-        "`onward` (candidate)": "onward",
-        "`onward` x doubt": "onward x (1 - p)",
         "control: entropy factor alone": "EntropyFactor",
         "`fisher` (default)": "fisher",
         "`fisher` x doubt": "fisher x (1 - p)",
@@ -77,7 +75,7 @@ def marks() -> str:
     }
     tasks = ("chain", "parallel", "lookup")
     of = [{row["credit"]: row for row in load("marks_cpu")["tables"][title]} for title in (results, wrong, first)]
-    rows = ([label, *(rows[name][task] for rows in of for task in tasks)] for label, name in names.items())
+    rows = ([label, *(rows[name][task].split()[0] for rows in of for task in tasks)] for label, name in names.items())
     head = " credit | results: `chain` | `parallel` | `lookup` | wrong results: `chain` | `parallel` | `lookup` "
     return table(head + "| first error: `chain` | `parallel` | `lookup` ", rows)
 
@@ -186,20 +184,7 @@ def rivals() -> str:
 
 def contrasts() -> str:
     tasks = {"parallel_2_shown": "`parallel_2_shown`", "chain_2_shown": "`chain_2_shown`"}
-    found = of_two_tasks("learning_contrast", tasks, CONTRASTS)
-    rows = []
-    for label, name in CONTRASTS.items():
-        paid = [
-            row
-            for task in tasks
-            for row in rows_of("learning_contrast", f"{task}: mean weights")
-            if row["method"] == name
-        ]
-        rows.append(
-            [label, *(row[kind] for row in paid for kind in ("wrong results", "right results of wrong responses"))]
-        )
-    head = "".join(f" {title}: wrong results | right results of wrong responses |" for title in tasks.values())
-    return f"{found}\n{table(f' mean weights |{head}'.removesuffix('|'), rows)}"
+    return of_two_tasks("learning_contrast", tasks, CONTRASTS)
 
 
 def of_two_tasks(stem: str, tasks: dict[str, str], labels: dict[str, str]) -> str:
