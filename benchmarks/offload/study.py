@@ -177,7 +177,7 @@ def report_of(settings: Settings, device: str, facts: dict[str, Any], runs: Mapp
     notes = [
         f"{model_line(settings.size, facts['parameters'], settings.dtype)}; {settings.responses} responses of {tokens} tokens "
         f"after prompts of {settings.prompt_length}, answers of {settings.answer_length}; {settings.threads} threads. How it "
-        "is kept fair: docs/evidence/studies.md.",
+        "is kept fair: benchmarks/README.md.",
         f"{settings.rounds} rounds, each candidate once a round, after a short warm-up. Seconds are wall seconds of all "
         "responses over their number; ratios are medians of the ratios of single rounds, with the interval of the sign test, "
         "which needs six rounds.",

@@ -96,8 +96,7 @@ def suite(log):
 
     def of(arguments, limit_s, **variables):
         counts = log.with_suffix(".xml")
-        # Without tests/conftest.py, whose packages are not those of a training environment.
-        options = ["--noconftest", "-p", "no:cacheprovider", "-p", "no:timeout", f"--junitxml={counts}"]
+        options = ["-p", "no:cacheprovider", "-p", "no:timeout", f"--junitxml={counts}"]
         run(["-m", "pytest", *options, *arguments], log, limit_s, **variables)
         (counted,) = ET.parse(counts).getroot().iter("testsuite")
         return {name: int(counted.attrib[name]) for name in ("tests", "skipped")}
