@@ -112,18 +112,23 @@ class Taps(ExitStack):
     def running(self, forward: Forward) -> Iterator[None]:
         """The body sets `self.tap` and runs the model once. The backward, if there is one, runs at the end of the body.
 
-        The body must not keep the logits: the backward needs their memory.
+        The body must not keep the logits: the backward needs their memory. A body that computes more from them calls `backward`
+        before: what it computes needs the memory of the graph.
         """
         assert self.tap is None
         try:
             with torch.set_grad_enabled(forward.backward is not None):
                 yield
-            tap: Tap | None = self.tap
-            assert tap is not None, "the model ran without a tap"
-            if tap.scalar is not None:
-                tap.scalar.backward()
+            assert self.tap is not None, "the model ran without a tap"
+            self.backward()
         finally:
-            self.tap = tap = None  # a tap holds the graph, which must be freed before the next forward
+            self.tap = None  # a tap holds the graph, which must be freed before the next forward
+
+    def backward(self) -> None:
+        """Runs the backward of the model's forward, unless there is none or it has run. It frees the graph."""
+        if self.tap is not None and self.tap.scalar is not None:
+            scalar, self.tap.scalar = self.tap.scalar, None
+            scalar.backward()
 
     def freeze(self, module: nn.Module) -> None:
         for parameter in module.parameters():

@@ -21,7 +21,14 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import without_copies
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, mark, packed_of, register_engines, seconds_between
+from oar_plugin.hosts.verl.importance_pass import (
+    ImportancePass,
+    Mark,
+    mark,
+    packed_of,
+    register_engines,
+    seconds_between,
+)
 from oar_plugin.passes.gradient import Layout, MicroBatchPass
 from oar_plugin.passes.masked_copies import MaskedCopies, Reduce, Result
 from oar_plugin.passes.request import IMPORTANCE, Request, nested
@@ -41,6 +48,7 @@ class OarFSDPMixin(ImportancePass):
 
     # Set only during OAR's forwards: see `_tapping`.
     _tapped: tuple[ModelTaps, Tensor, Callable[[Layout], Tap]] | None = None
+    _backward: tuple[Mark, Mark]  # begin and end of the last one
 
     @property
     def _fused(self) -> bool:
@@ -64,6 +72,7 @@ class OarFSDPMixin(ImportancePass):
     ) -> tuple[dict[str, Any], float]:
         """`_score` of one micro-batch."""
         started, packed = mark(), packed_of(micro_batch)
+        backward = started, started
         output: dict[str, Any] = {"model_output": {}, "loss": 0.0, "metrics": {}}
         micro_batch_pass = MicroBatchPass(request, packed)
         for forward in request.forwards():
@@ -71,10 +80,10 @@ class OarFSDPMixin(ImportancePass):
             with tapped, taps.running(forward):
                 _, of_forward = self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
                 if forward.log_probs:  # the host makes this forward anyway; importance costs the rest
-                    output, started = of_forward, mark()
+                    output, started, backward = of_forward, mark(), self._backward
         micro_batch_pass.scores.total(self._sum_over_sharing_ranks)
         output["model_output"][IMPORTANCE] = self._importance_field(request, packed, micro_batch_pass.scores)
-        return output, seconds_between(started, mark())
+        return output, seconds_between(started, mark()) + seconds_between(*backward)
 
     @contextlib.contextmanager
     def _tapping(self, taps: ModelTaps, offsets: Tensor, tap_at: Callable[[Layout], Tap]) -> Iterator[None]:
@@ -101,10 +110,18 @@ class OarFSDPMixin(ImportancePass):
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> Any:
-        """verl's log-probs and entropy; nothing if OAR reads logits alone, or projects only some rows."""
-        tap = self._tapped[0].tap if self._tapped is not None else None
-        if tap is not None and (tap.rows_only or isinstance(tap, Reading)):
-            return {}
+        """verl's log-probs and entropy; nothing if OAR reads logits alone, or projects only some rows.
+
+        OAR's backward comes before them. On a GPU, with the graph beside them, this pass would have the peak of the step
+        (docs/evidence/gpu.md).
+        """
+        if self._tapped is not None and (taps := self._tapped[0]).tap is not None:
+            begin, only = mark(), taps.tap.rows_only or isinstance(taps.tap, Reading)
+            with torch.autocast(get_device_name(), enabled=False):
+                taps.backward()
+            self._backward = begin, mark()
+            if only:
+                return {}
         host: Callable[..., Any] = super().prepare_model_outputs  # type: ignore[misc]
         return host(output, output_args, micro_batch, logits_processor_func)
 
