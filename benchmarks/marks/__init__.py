@@ -1,4 +1,4 @@
-"""What does credit mark? Weights and ranks of wrong and right results, filler and form, under every kind of credit.
+"""What does credit mark? Weights of wrong and right results, filler and form, under every kind of credit.
 
 No training: the warm models of `learning` write responses, and each credit scores those whose group has an advantage. It is
 known which of their tokens are results, and which of these are wrong.
@@ -7,7 +7,7 @@ Reported for each credit:
   wrong AUC     how often a wrong result is above another token of its response; 0.5 is chance
   first hit     share of wrong responses whose highest token stands in the step with the first wrong result
   results AUC   how often a result, right or wrong, is above another token of its response
-  weights       what the gate two_level gives to each kind of token; and its mean rank in its response, from 0 to 1
+  weights       what the gate two_level gives to each kind of token
 
 `--by continuation` needs no marks, and so takes any model: from each place of a response the policy writes 16 further ends.
 Reported: how importances rank with changes of the share of right ends, and weights with their direction.

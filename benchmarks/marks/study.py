@@ -1,15 +1,15 @@
 """Every credit on responses of warm models, and how it treats each kind of token."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
-from scipy import stats
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -87,8 +87,8 @@ class Settings:
             raise ValueError(
                 f"--model {self.model}: needs --by people, or --by continuation and --data FILE.parquet, a file that exists"
             )
-        if self.by == "people" and (reason := people.missing() or (None if self.model else "--model MODEL")):
-            raise ValueError(f"--by people needs {reason}")
+        if self.by == "people" and not (self.model and find_spec("champ_dataset")):
+            raise ValueError("--by people needs --model MODEL and the marks: pip install champ-dataset==1.0.0")
         for name in self.importances:
             importance_of(name)
 
@@ -135,36 +135,30 @@ def by_people(settings: Settings, progress: Progress) -> Report:
     name, model, tokenizer = loaded(settings, "reading solutions", progress)
     read, without = people.solutions(tokenizer, longest_of(model.config), settings.solutions, settings.seed)
     if not read:
-        raise RuntimeError(f"no solution can be scored: {', '.join(without)}")
-    asked = settings.importances, settings.spans, settings.micro_batch, settings.seed
-    found = pd.DataFrame(people.judged(model, tokenizer, read, *asked, progress))
-    shown = people.tables(found), people.notes(read, without, settings.spans)
-    title, stem = "Does credit find the first wrong step?", f"people_{name}_{settings.device}"
-    return report(settings, found.drop(columns="problem"), title, *shown, stem, ["writer", "credit"])
+        raise RuntimeError(f"--model {settings.model}: all {without} solutions are too long for it")
+    given = {"max_tokens": settings.micro_batch, "seed": settings.seed}
+    found = pd.DataFrame(people.judged(model, tokenizer, read, settings.importances, settings.spans, **given))
+    shown = [people.table(found)], people.notes(read, without, settings.spans)
+    stem = f"people_{name}_{model.device.type}"
+    return report(settings, found.drop(columns="problem"), "Does credit find the first wrong step?", *shown, stem)
 
 
 def loaded(settings: Settings, then: str, progress: Progress) -> tuple[str, PreTrainedModel, Any]:
     """Last part of the model's name, the model on its device, and its tokenizer."""
     progress(then)
-    folder = smollm2.resolved(settings.model or "")
+    folder = smollm2.resolved(str(settings.model))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(choose_device(settings.device)).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.pad_token_id is None:  # it masks tokens in copies
         tokenizer.pad_token_id = model.config.pad_token_id
-    return Path(settings.model or "").name, model, tokenizer
+    return Path(str(settings.model)).name, model, tokenizer
 
 
 def report(
-    settings: Settings,
-    found: pd.DataFrame,
-    title: str,
-    tables: list[Table],
-    notes: list[str],
-    stem: str = "marks_cpu",
-    keys: Sequence[str] = ("task", "model", "credit"),
+    settings: Settings, found: pd.DataFrame, title: str, tables: list[Table], notes: list[str], stem: str = "marks_cpu"
 ) -> Report:
-    """Its runs are means by `keys`."""
-    means = found.groupby([*keys], sort=False).mean().round(4).reset_index()
+    keys = [key for key in ("task", "model", "writer", "credit") if key in found]
+    means = found.groupby(keys, sort=False).mean().round(4).reset_index()
     runs = {"settings": asdict(settings), "means": means.astype(object).where(means.notna(), None).to_dict("records")}
     return Report(title, stem, tables, notes, runs)
 
@@ -212,7 +206,6 @@ def judged(score_BL: Tensor, rollout: Rollout) -> Iterator[dict[str, float]]:
     for row in rollout.reasoning_BL.any(-1).nonzero()[:, 0].tolist():
         keep_L = rollout.reasoning_BL[row]
         score_R, result_R, wrong_R = (x[row][keep_L].numpy() for x in (score_BL, result_BL, wrong_BL))
-        rank_R = (stats.rankdata(score_R) - 1) / max(1, len(score_R) - 1)
         found = {"results AUC": auc(score_R, result_R)}
         if rollout.negative_B1[row] and wrong_R.any():
             found |= {"wrong AUC": auc(score_R, wrong_R), "first hit": first_hit(score_R, result_R, wrong_R)}
@@ -220,7 +213,6 @@ def judged(score_BL: Tensor, rollout: Rollout) -> Iterator[dict[str, float]]:
             kind_R = kind_BL[row][keep_L].numpy()
             if kind_R.any():
                 found[f"{name}, weight"] = float(weight_BL[row][keep_L].numpy()[kind_R].mean())
-                found[f"{name}, rank"] = float(rank_R[kind_R].mean())
         yield found
 
 
@@ -238,11 +230,8 @@ def tables(found: pd.DataFrame) -> list[Table]:
     """The most important first."""
     made, credits = overview(found, JUDGED), list(found.groupby("credit", sort=False))
     for task in found["task"].unique():
-        for what, title in (("weight", "mean weight"), ("rank", "mean rank in the response, 0 lowest, 1 highest")):
-            rows = [
-                [name, *(_shown(of[of["task"] == task], f"{kind}, {what}") for kind in KINDS)] for name, of in credits
-            ]
-            made.append(Table(f"{task}: {title}", ("credit", *KINDS), rows))
+        rows = [[name, *(_shown(of[of["task"] == task], f"{kind}, weight") for kind in KINDS)] for name, of in credits]
+        made.append(Table(f"{task}: mean weight", ("credit", *KINDS), rows))
     return made
 
 
