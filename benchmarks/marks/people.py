@@ -60,13 +60,19 @@ def solutions(tokenizer: Any, longest: int, count: int | None, seed: int) -> tup
             prompt = tokenizer(f"{chat[0]['content']}\n\n")["input_ids"]
         ids, read = tokenizer(text, add_special_tokens=False)["input_ids"], finder(text)
         announced = read is not None and read.marker_start >= step[1]
-        answer = read if announced else [*SENTENCE.finditer(text)][-1].span()
-        segments_L, marked_L = (segment_tokens(pieces(ids), lambda _, at=at: at) for at in (answer, step))
+        answer: Any = read if announced else [*SENTENCE.finditer(text)][-1].span()
+        segments_L, marked_L = (_segments(pieces(ids), at) for at in (answer, step))
         if len(prompt) + len(ids) <= longest and answer[0] >= step[1]:
             whole_L = torch.cat([torch.zeros(len(prompt), dtype=torch.int8), torch.from_numpy(segments_L)])
             step_R, writer = marked_L[segments_L == Segment.REASONING] == Segment.ANSWER, key.partition("|")[0]
             found.append(Solution(problem.identifier, writer, announced, prompt, ids, whole_L, step_R))
     return found, len(drawn) - len(found)
+
+
+def _segments(pieces: Sequence[bytes], answer: Any) -> np.ndarray:
+    found = segment_tokens(pieces, lambda _: answer)
+    assert found is not None
+    return found
 
 
 def judged(
@@ -130,7 +136,8 @@ def table(found: pd.DataFrame) -> Table:
 
 def notes(read: Sequence[Solution], without: int, spans: int) -> list[str]:
     """What one has to know to read the figures."""
-    tokens, step, before = np.mean([(len(one.step_R), one.step_R.sum(), one.step_R.argmax()) for one in read], 0)
+    sizes = [[float(n) for n in (len(one.step_R), one.step_R.sum(), one.step_R.argmax())] for one in read]
+    tokens, step, before = np.mean(sizes, 0)
     announced, opening = (sum(of) for of in zip(*((one.announced, int(one.step_R[0])) for one in read), strict=True))
     return [
         f"{len(read)} solutions of {len({one.problem for one in read})} problems with the first wrong step as people marked "
