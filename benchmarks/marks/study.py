@@ -79,8 +79,8 @@ class Settings:
 
     def check(self) -> None:
         """Raises: ValueError with the argument at fault."""
-        given = (name for name in ("micro_batch", "solutions") if getattr(self, name) is not None)
-        check_at_least_one(self, "models", "batches", "spans", "problems", "max_tokens", *given)
+        sizes = "models", "batches", "spans", "problems", "max_tokens", "micro_batch", "solutions"
+        check_at_least_one(self, *sizes)
         if unknown := [name for name in self.tasks if name not in TASKS]:
             raise ValueError(f"--tasks {unknown[0]}: allowed: {', '.join(TASKS)}")
         with_data = self.by == "continuation" and self.data is not None and self.data.is_file()

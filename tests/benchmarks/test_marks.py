@@ -84,12 +84,10 @@ def test_marks_of_people_are_read_in_tokens_and_judged(monkeypatch):
     tiny, credits = build_model(0, vocab=len(tokenizer)), ("fisher", "oar_p", "random")
     found = pd.DataFrame(people.judged(tiny, tokenizer, read, credits, 8, max_tokens=None, seed=0))
     assert len(found) == 3 * 8
-    assert found[["largest of all", "largest so far"]].notna().all(axis=None)
     means = found.groupby("credit", sort=False).mean(numeric_only=True)
     assert [*means.index][:4] == ["surprisal", "fisher", "fisher x (1 - p)", "oar_p, at most 8 copies"]
     assert means.loc["chance", "AUC"] == 0.5
     assert means.loc["control: later is higher", ["AUC", "largest so far", "largest of all"]].tolist() == [1, 1, 0]
-    assert len(people.table(found).rows) == len(means)
     assert "3 solutions of 2 problems" in people.notes(read, without, 8)[0]
 
 
