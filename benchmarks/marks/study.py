@@ -3,29 +3,31 @@
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
-from scipy import stats
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.fidelity.scores import auc, mean_over_groups
 from benchmarks.fidelity.tables import plus_minus
+from benchmarks.language import smollm2
 from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import Credit, Rollout, Run, forward, importance, log_probs, roll_out
 from benchmarks.learning.warm_start import warm_model
-from benchmarks.machine import choose_device, describe_machine
-from benchmarks.marks import continuation
+from benchmarks.machine import Device, choose_device
+from benchmarks.marks import continuation, people
 from benchmarks.report import Progress, Report, Table
 from benchmarks.tiny.words import FILLER, make_tokenizer
 from benchmarks.workload import check_at_least_one
 from oar_plugin.credit.gate import two_level
 from oar_plugin.credit.importance import IMPORTANCES as SHIPPED
 from oar_plugin.credit.importance import importance_of
+from oar_plugin.passes.contexts import longest_of
 
 PROMPTS, COPIES = 16, 8
 _CANDIDATES = "python:benchmarks.candidates.learning"
@@ -50,14 +52,20 @@ class Settings:
     """Warm models a task, trained once and kept on disk."""
     batches: int = 4
     """A model, each of 16 problems and 8 responses to each."""
-    by: Literal["known", "continuation"] = "known"
-    """Against what is known of tokens, or against values of continuations; the options below are for these."""
+    by: Literal["known", "continuation", "people"] = "known"
+    """Against what is known of tokens, values of continuations, or people's marks; the options below are for these two."""
     importances: tuple[str, ...] = tuple(name for name, one in SHIPPED.items() if not one.contexts)
     """Built-in ones that need no other prompt, or `python:<module>:<class>`."""
     spans: int = 64
     """Into at most so many a response is cut; one with fewer reasoning tokens, into tokens."""
     model: str | None = None
-    """Folder or name of a HuggingFace model, in place of the tasks; needs vLLM."""
+    """Folder or name of a HuggingFace model, or `smollm2`, in place of the tasks; continuations need vLLM."""
+    device: Device = "cpu"
+    """Of the model."""
+    micro_batch: int | None = None
+    """Most tokens of a forward with people's marks; as many as take 2 GiB where it is not given."""
+    solutions: int | None = None
+    """Of people's marks, drawn ones; all where it is not given."""
     data: Path | None = None
     """Problems for the model: a parquet file in verl's columns, as `oar data` writes them."""
     problems: int = 32
@@ -71,21 +79,25 @@ class Settings:
 
     def check(self) -> None:
         """Raises: ValueError with the argument at fault."""
-        check_at_least_one(self, "models", "batches", "spans", "problems", "max_tokens")
+        sizes = "models", "batches", "spans", "problems", "max_tokens", "micro_batch", "solutions"
+        check_at_least_one(self, *sizes)
         if unknown := [name for name in self.tasks if name not in TASKS]:
             raise ValueError(f"--tasks {unknown[0]}: allowed: {', '.join(TASKS)}")
-        if self.model and (self.by == "known" or self.data is None or not self.data.is_file()):
+        with_data = self.by == "continuation" and self.data is not None and self.data.is_file()
+        if self.model and not (with_data or self.by == "people"):
             raise ValueError(
-                f"--model {self.model}: needs --by continuation and --data FILE.parquet, a file that exists"
+                f"--model {self.model}: needs --by people, or --by continuation and --data FILE.parquet, a file that exists"
             )
+        if self.by == "people" and not (self.model and find_spec("champ_dataset")):
+            raise ValueError("--by people needs --model MODEL and the marks: pip install champ-dataset==1.0.0")
         for name in self.importances:
             importance_of(name)
 
 
 def measure(settings: Settings, progress: Progress) -> Report:
     """Raises: RuntimeError for a model that does not learn its task, or gives nothing to compare."""
-    if settings.by == "continuation":
-        return by_continuation(settings, progress)
+    if settings.by != "known":
+        return (by_continuation if settings.by == "continuation" else by_people)(settings, progress)
     rows: list[dict[str, Any]] = []
     for task, number, model, rollout in rollouts(settings, progress):
         for name, score_BL in scores(model, rollout, settings.seed).items():
@@ -97,7 +109,7 @@ def measure(settings: Settings, progress: Progress) -> Report:
 def by_continuation(settings: Settings, progress: Progress) -> Report:
     """Raises: RuntimeError, where no problem has right and wrong responses in which an answer is found."""
     rows: list[dict[str, Any]] = []
-    asked, stem, machine = (settings.importances, settings.seed), "continuation_cpu", dict[str, Any]()
+    asked, stem = (settings.importances, settings.seed), "continuation_cpu"
     if settings.model is None or settings.data is None:
         for batch, (task, number, model, rollout) in enumerate(rollouts(settings, progress)):
             responses = [*continuation.continued(model, TASKS[task], rollout, settings.spans, settings.seed + batch)]
@@ -108,26 +120,48 @@ def by_continuation(settings: Settings, progress: Progress) -> Report:
 
         progress("vLLM samples and continues responses")
         sizes = settings.problems, COPIES, settings.max_tokens, settings.spans, settings.seed
-        responses, name = engine.continued(settings.model, settings.data, *sizes), Path(settings.model).name
-        progress(f"importance of {len(responses)} responses")
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype="auto").to(choose_device("auto")).eval()
-        judgements = continuation.judged(model, AutoTokenizer.from_pretrained(settings.model), responses, *asked)
-        rows += [{"task": name, "model": 0, **row} for row in judgements]
-        here = describe_machine(choose_device("auto"))
-        stem, machine = f"continuation_{name}", {key: here[key] for key in ("device", "accelerator", "cuda")}
+        responses = engine.continued(smollm2.resolved(settings.model), settings.data, *sizes)
+        name, model, tokenizer = loaded(settings, f"importance of {len(responses)} responses", progress)
+        rows += [{"task": name, "model": 0, **row} for row in continuation.judged(model, tokenizer, responses, *asked)]
+        stem = f"continuation_{name}"
     if not rows:
         raise RuntimeError("no problem has right and wrong responses in which an answer is found: nothing to compare")
     found = pd.DataFrame(rows, columns=["task", "model", "credit", "right", "k", *continuation.TITLES])
     shown = overview(found, continuation.TITLES), continuation.notes(found)
-    made = report(settings, found, "Does credit find where the value changes?", *shown)
-    made.stem, made.machine = stem, machine
-    return made
+    return report(settings, found, "Does credit find where the value changes?", *shown, stem)
 
 
-def report(settings: Settings, found: pd.DataFrame, title: str, tables: list[Table], notes: list[str]) -> Report:
-    means = found.groupby(["task", "model", "credit"], sort=False).mean().round(4).reset_index()
+def by_people(settings: Settings, progress: Progress) -> Report:
+    """Raises: RuntimeError, where no solution can be scored."""
+    name, model, tokenizer = loaded(settings, "reading solutions", progress)
+    read, without = people.solutions(tokenizer, longest_of(model.config), settings.solutions, settings.seed)
+    if not read:
+        raise RuntimeError(f"--model {settings.model}: all {without} solutions are too long for it")
+    given = {"max_tokens": settings.micro_batch, "seed": settings.seed}
+    found = pd.DataFrame(people.judged(model, tokenizer, read, settings.importances, settings.spans, **given))
+    shown = [people.table(found)], people.notes(read, without, settings.spans)
+    stem = f"people_{name}_{model.device.type}"
+    return report(settings, found.drop(columns="problem"), "Does credit find the first wrong step?", *shown, stem)
+
+
+def loaded(settings: Settings, then: str, progress: Progress) -> tuple[str, PreTrainedModel, Any]:
+    """Last part of the model's name, the model on its device, and its tokenizer."""
+    progress(then)
+    folder = smollm2.resolved(str(settings.model))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(choose_device(settings.device)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.pad_token_id is None:  # it masks tokens in copies
+        tokenizer.pad_token_id = model.config.pad_token_id
+    return Path(str(settings.model)).name, model, tokenizer
+
+
+def report(
+    settings: Settings, found: pd.DataFrame, title: str, tables: list[Table], notes: list[str], stem: str = "marks_cpu"
+) -> Report:
+    keys = [key for key in ("task", "model", "writer", "credit") if key in found]
+    means = found.groupby(keys, sort=False).mean().round(4).reset_index()
     runs = {"settings": asdict(settings), "means": means.astype(object).where(means.notna(), None).to_dict("records")}
-    return Report(title, "marks_cpu", tables, notes, runs)
+    return Report(title, stem, tables, notes, runs)
 
 
 def rollouts(settings: Settings, progress: Progress) -> Iterator[tuple[str, int, PreTrainedModel, Rollout]]:
@@ -173,7 +207,6 @@ def judged(score_BL: Tensor, rollout: Rollout) -> Iterator[dict[str, float]]:
     for row in rollout.reasoning_BL.any(-1).nonzero()[:, 0].tolist():
         keep_L = rollout.reasoning_BL[row]
         score_R, result_R, wrong_R = (x[row][keep_L].numpy() for x in (score_BL, result_BL, wrong_BL))
-        rank_R = (stats.rankdata(score_R) - 1) / max(1, len(score_R) - 1)
         found = {"results AUC": auc(score_R, result_R)}
         if rollout.negative_B1[row] and wrong_R.any():
             found |= {"wrong AUC": auc(score_R, wrong_R), "first hit": first_hit(score_R, result_R, wrong_R)}
@@ -181,7 +214,6 @@ def judged(score_BL: Tensor, rollout: Rollout) -> Iterator[dict[str, float]]:
             kind_R = kind_BL[row][keep_L].numpy()
             if kind_R.any():
                 found[f"{name}, weight"] = float(weight_BL[row][keep_L].numpy()[kind_R].mean())
-                found[f"{name}, rank"] = float(rank_R[kind_R].mean())
         yield found
 
 
@@ -199,11 +231,8 @@ def tables(found: pd.DataFrame) -> list[Table]:
     """The most important first."""
     made, credits = overview(found, JUDGED), list(found.groupby("credit", sort=False))
     for task in found["task"].unique():
-        for what, title in (("weight", "mean weight"), ("rank", "mean rank in the response, 0 lowest, 1 highest")):
-            rows = [
-                [name, *(_shown(of[of["task"] == task], f"{kind}, {what}") for kind in KINDS)] for name, of in credits
-            ]
-            made.append(Table(f"{task}: {title}", ("credit", *KINDS), rows))
+        rows = [[name, *(_shown(of[of["task"] == task], f"{kind}, weight") for kind in KINDS)] for name, of in credits]
+        made.append(Table(f"{task}: mean weight", ("credit", *KINDS), rows))
     return made
 
 

@@ -1,13 +1,18 @@
 """What a credit marks, and how it agrees with values of places, by hand."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
-from benchmarks.marks import continuation
+from benchmarks.marks import continuation, people
 from benchmarks.marks.study import first_hit, judged
+from benchmarks.tiny.model import build_model
+from benchmarks.tiny.words import make_tokenizer
 from tests.benchmarks.test_learning import model, rollout  # noqa: F401
 
 
@@ -43,3 +48,58 @@ def test_correlations_by_hand():
     assert found["advantage, wrong"] == pytest.approx(np.corrcoef([1.5, 1.5, 3], [2, 3, 1])[0, 1])
     spans = replace(good, places=[0, 2, 3], right_PN=right_PN[:3])  # mean scores 2.5 and 2, drops 0.125 and 0.5
     assert continuation.agreement("x", spans, *scored)["drop, right"] == pytest.approx(-1)
+
+
+def marked(text, step=None):
+    """A problem of CHAMP, with one solution and its first wrong step."""
+    start = text.find(step) if step else None
+    mark = SimpleNamespace(text=text, start_idx=start, end_idx=start + len(step) if step else None)
+    asked = SimpleNamespace(messages=[None, SimpleNamespace(text="How many?")])
+    key = "GPT-4|No C w/o H"
+    return SimpleNamespace(identifier=text[:3], fws_annotations={key: mark}, conversations={key: asked})
+
+
+STEP, LAST = "Two and two is five.", "So there are 5."
+
+
+def test_marks_of_people_are_read_in_tokens_and_judged(monkeypatch):
+    texts = (
+        f"One and one is two. {STEP}\nThus\n{LAST}\n",
+        f"One. {STEP} The answer is 5. Done.",
+        f"{STEP} #### 5\nOr {LAST}",
+    )
+    problems = [*(marked(text, STEP) for text in texts), marked(f"One. {STEP}", STEP), marked("All is right.")]
+    dataset = SimpleNamespace(problems=dict(enumerate(problems)))
+    monkeypatch.setitem(sys.modules, "champ_dataset", SimpleNamespace(load=lambda version: dataset))
+    tokenizer = make_tokenizer(by_bytes=True)
+    read, without = people.solutions(tokenizer, 512, None, 0)
+    assert without == 1, "nothing is said behind the step"
+    assert people.solutions(tokenizer, 60, None, 0)[1] == 2
+    for one, answer in zip(read, (LAST, "5", "5"), strict=True):
+        segments_L = one.segments_L[len(one.prompt) :]
+        assert tokenizer.decode(np.array(one.ids)[segments_L == 1][one.step_R]) == STEP
+        assert tokenizer.decode(np.array(one.ids)[segments_L == 3]) == answer
+    assert [one.announced for one in read] == [False, True, True]
+
+    tiny, credits = build_model(0, vocab=len(tokenizer)), ("fisher", "oar_p", "random")
+    found = pd.DataFrame(people.judged(tiny, tokenizer, read, credits, 8, max_tokens=None, seed=0))
+    assert len(found) == 3 * 8
+    means = found.groupby("credit", sort=False).mean(numeric_only=True)
+    assert [*means.index][:4] == ["surprisal", "fisher", "fisher x (1 - p)", "oar_p, at most 8 copies"]
+    assert means.loc["chance", "AUC"] == 0.5
+    assert means.loc["control: later is higher", ["AUC", "largest so far", "largest of all"]].tolist() == [1, 1, 0]
+    assert "3 solutions of 2 problems" in people.notes(read, without, 8)[0]
+
+
+def test_a_solution_is_judged_by_hand():
+    """The step is the last two of five tokens, one more follows."""
+    score_R, step_R = np.array([1.0, 2, 0, 3, 1, 9]), np.array([0, 0, 0, 1, 1, 0], bool)
+    found = people.judgement(score_R, step_R)
+    own, before = (3 + 1.5) / 6, (1 + 0) / 2  # the stretch before are the second and the third
+    assert [*found.values()] == pytest.approx([own, before, own - before, 0, 1])
+
+
+def test_champ_is_as_it_was():
+    pytest.importorskip("champ_dataset")
+    read, without = people.solutions(make_tokenizer(by_bytes=True), 10**6, 40, 0)
+    assert (len(read), without, len({one.problem for one in read})) == (36, 4, 36)
