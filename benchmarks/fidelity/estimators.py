@@ -8,28 +8,29 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from benchmarks.fidelity.responses import MicroBatch
-from benchmarks.tiny.words import PAD
+from benchmarks.fidelity.responses import Batch
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.importance import IMPORTANCES, importance_of
 from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 
-Score: TypeAlias = Callable[[nn.Module, MicroBatch], Tensor]
-"""Scores `[B, T]` of a micro-batch, of which those of reasoning tokens are read, and only their order and size within a
+Score: TypeAlias = Callable[[nn.Module, Batch], Tensor]
+"""Scores `[B, T]` of a batch, of which those of reasoning tokens are read, and only their order and size within a
 response. The model is in eval mode, and what was changed on it must be taken back."""
 
 REFERENCE = "oar_p"
 """Exact OAR-P, what the others estimate."""
+DRAWS = {"fisher": (1, 2, 4), "oar_g": (1, 4)}
+"""Draws of signs or noise; one for the others."""
 
 
-def by_importance(model: nn.Module, batch: MicroBatch, importance: str, **asked: Any) -> Tensor:
+def by_importance(model: nn.Module, batch: Batch, importance: str, **asked: Any) -> Tensor:
     """An importance of the package, as an engine computes it; `asked` are settings, and `budget` and `span` of copies."""
     copies = {name: asked.pop(name) for name in ("budget", "span") if name in asked}
-    replacement = asked.pop("replacement_token", PAD)
+    replacement = asked.pop("replacement_token", batch.pad)
     config = OarConfig(importance=importance, probe=batch.probe, perturbation=copies, **asked)
-    request = Request(config, batch.probe, batch.seed, replacement_token=replacement)
-    return batch_importance(model, request, batch.token_BT, batch.segments_BT, batch.mask_BT)
+    request = Request(config, batch.probe, batch.seed, temperature=batch.temperature, replacement_token=replacement)
+    return batch_importance(model, request, batch.token_BT, batch.segments_BT, batch.mask_BT, batch.max_tokens)
 
 
 def package_estimators() -> dict[str, Score]:
@@ -45,9 +46,9 @@ def package_estimators() -> dict[str, Score]:
         elif copies is not None:
             variants = {"": {"budget": copies.budget}}
             if name == REFERENCE:
-                variants |= {" sampled": {"replacement_token": None}, **{f" span {n}": {"span": n} for n in (2, 4, 8)}}
+                variants |= {" sampled": {"replacement_token": None}}
         elif importance.backwards:
-            variants = {f" {draws}": {"num_draws": draws} for draws in (1, 4)}
+            variants = {f" {draws}": {"num_draws": draws} for draws in DRAWS.get(name, (1,))}
         found |= {name + suffix: partial(by_importance, importance=name, **kw) for suffix, kw in variants.items()}
     return found
 

@@ -16,7 +16,6 @@ from benchmarks.fidelity.estimators import REFERENCE
 from benchmarks.fidelity.responses import Response
 from benchmarks.fidelity.tables import Findings
 from benchmarks.report import COLOURS, subplots
-from benchmarks.tiny.words import EVERY, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import bi_level
 
@@ -56,23 +55,23 @@ def page_of(findings: Findings) -> str:
 
 def _article(task: str, response: Response, scores: Mapping[str, Tensor], names: Sequence[str]) -> str:
     own_T = response.segments_T != Segment.OUTSIDE
-    segments_L, token_L = response.segments_T[own_T], response.token_T[own_T]
+    segments_L = response.segments_T[own_T]
     reasoning_L = segments_L == Segment.REASONING
-    words = [EVERY[token] for token in token_L]
+    words = [word for word, own in zip(response.words, own_T.tolist(), strict=True) if own]
 
     def line(name: str, weight_L: Tensor, importance_L: Tensor) -> str:
         tokens = _HTML.shaded(zip(words, weight_L.tolist(), importance_L.tolist(), segments_L.tolist(), strict=True))
         return f'<span class="who">{escape(name)}</span>{tokens}'
 
     causal_L = response.causal_T[own_T].double()
-    lines = [line("known to be causal", 1 + 3 * causal_L, causal_L)]
+    lines = [line("known to be causal", 1 + 3 * causal_L, causal_L)] if causal_L.any() else []
     for name in names:
-        importance_L = torch.zeros(len(token_L), dtype=torch.float64).masked_scatter(reasoning_L, scores[name])
+        importance_L = torch.zeros(len(words), dtype=torch.float64).masked_scatter(reasoning_L, scores[name])
         on_scale_L = (importance_L * scores[REFERENCE].sum() / scores[name].sum().clamp_min(1e-30)).clamp_min(0.0)
         lines.append(line(name, bi_level(on_scale_L[None], reasoning_L[None])[0], importance_L))
     chip = f"{escape(task)}, {'right' if response.right else 'wrong'} answer"
-    prompt = escape(text(response.token_T[~own_T].tolist()))
-    return f'<article><header><span class="chip">{chip}</span></header><pre>{prompt}</pre>{"".join(lines)}</article>'
+    question = "".join(response.words[: len(own_T) - len(words)]).rpartition("\n\n")[2]  # without worked examples
+    return f'<article><header><span class="chip">{chip}</span></header><pre>{escape(question)}</pre>{"".join(lines)}</article>'
 
 
 _ENVIRONMENT = jinja2.Environment(

@@ -1,8 +1,9 @@
-"""The responses that estimators are judged on: small models on tasks whose causal tokens are known, and what they wrote."""
+"""The responses that estimators are judged on, and those of small models on tasks whose causal tokens are known."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.warm_start import warm_model
 from benchmarks.report import Progress
 from benchmarks.tiny.model import sample
-from benchmarks.tiny.words import PAD
+from benchmarks.tiny.words import EVERY, PAD
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.probe import Probe
 
@@ -23,8 +24,9 @@ class Response:
 
     token_T: Tensor  # int64
     segments_T: Tensor  # int64 of `Segment`; the prompt is OUTSIDE
-    causal_T: Tensor  # bool, the tokens that decide the answer
+    causal_T: Tensor  # bool, the tokens that are known to decide the answer
     right: bool  # whether the answer is
+    words: Sequence[str]  # the text of each token, T of them
 
     @property
     def reasoning_R(self) -> Tensor:
@@ -40,33 +42,47 @@ class Source:
     responses: list[Response]
     unusable: int  # responses without an answer or without reasoning, which are not among them
     right: float  # share of right answers of all that were sampled
-    faithful: float  # share of the answers that repeat the results that the model wrote itself
+    faithful: float | None = None  # share of the answers that repeat the results that the model wrote itself
+    length: str = ""  # `short` or `long`, of a language model
+    pad: int = PAD  # what padding and replaced tokens become
+    temperature: float = 1.0  # that the responses were sampled at
+
+    def facts(self) -> dict[str, Any]:
+        """What a page says of the responses."""
+        reasoning = [len(response.reasoning_R) for response in self.responses]
+        tokens = [len(response.token_T) for response in self.responses]
+        return {
+            "responses": len(self.responses),
+            "unusable": self.unusable,
+            "right": self.right,
+            "faithful": self.faithful,
+            "reasoning": sum(reasoning) / len(reasoning),
+            "tokens": sum(tokens) / len(tokens),
+        }
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """What an estimator scores: B responses of about one length, padded on the right, where causal attention does not look."""
+class Batch:
+    """What an estimator scores: B responses, padded on the right, where causal attention does not look."""
 
-    responses: tuple[Response, ...]  # B of them
-    token_BT: Tensor  # int64; a masked copy holds `benchmarks.tiny.words.PAD`, as padding does
+    responses: Sequence[Response]  # B of them
+    token_BT: Tensor  # int64
     segments_BT: Tensor  # int64 of `Segment`; prompts and padding are OUTSIDE
     mask_BT: Tensor  # bool, false at padding
     probe: Probe  # the outcome that is watched
     seed: int  # of signs, noise and draws
+    pad: int
+    temperature: float
+    max_tokens: int  # of a forward
 
-
-def micro_batches(
-    responses: Sequence[Response], size: int, device: torch.device, probe: Probe, seed: int
-) -> Iterator[tuple[list[int], MicroBatch]]:
-    """Cut responses into micro-batches, neighbours in length together: the indices of the responses, and their batch."""
-    by_length = sorted(range(len(responses)), key=lambda index: len(responses[index].token_T))
-    for at in range(0, len(by_length), size):
-        chosen = by_length[at : at + size]
-        rows = tuple(responses[index] for index in chosen)
-        token_BT = pad_sequence([row.token_T for row in rows], True, PAD)
+    @classmethod
+    def of(cls, source: Source, first: int | None, probe: Probe, seed: int, max_tokens: int) -> "Batch":
+        rows = source.responses[:first]
+        token_BT = pad_sequence([row.token_T for row in rows], True, source.pad)
         segments_BT = pad_sequence([row.segments_T for row in rows], True, int(Segment.OUTSIDE))
         mask_BT = pad_sequence([torch.ones_like(row.token_T, dtype=torch.bool) for row in rows], True, False)
-        yield chosen, MicroBatch(rows, token_BT.to(device), segments_BT.to(device), mask_BT.to(device), probe, seed)
+        fixed = probe, seed, source.pad, source.temperature, max_tokens
+        return cls(rows, token_BT, segments_BT, mask_BT, *fixed)
 
 
 def task_sources(tasks: Sequence[str], models: int, responses: int, seed: int, progress: Progress) -> Iterator[Source]:
@@ -106,7 +122,8 @@ def _source(name: str, number: int, wanted: int, seed: int, progress: Progress) 
             token_T = torch.tensor([*problem.prompt, *row[:after]])
             segments_T = torch.tensor([int(Segment.OUTSIDE)] * before + reading.segments.tolist())
             causal_T = torch.tensor([place in reading.causal for place in range(-before, after)])
-            responses.append(Response(token_T, segments_T, causal_T, reading.right))
+            words = [f"{EVERY[token]} " for token in token_T]
+            responses.append(Response(token_T, segments_T, causal_T, reading.right, words))
             answer_N = token_T[segments_T == Segment.ANSWER]
             faithful += torch.equal(answer_N, token_T[causal_T][-len(answer_N) :])
     shares = right / asked, faithful / len(responses)

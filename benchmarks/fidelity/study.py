@@ -1,155 +1,195 @@
 """Every estimator of importance on every model: what it scores, how well, and at what cost."""
 
 import copy
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.fidelity.estimators import REFERENCE, Score, added_estimators, counted_work
+from benchmarks.fidelity.language import KINDS, Writer, language_sources
 from benchmarks.fidelity.pictures import draw, page_of
-from benchmarks.fidelity.responses import MicroBatch, Source, micro_batches, task_sources
-from benchmarks.fidelity.scores import judged
-from benchmarks.fidelity.tables import BASELINE, Findings, notes_of, tables_of
+from benchmarks.fidelity.responses import Batch, Source, task_sources
+from benchmarks.fidelity.scores import judged, top_overlap
+from benchmarks.fidelity.tables import AGAIN, BASELINE, BF16, BY_PROBE, DRAWN, MAIN, Findings, notes_of, tables_of
+from benchmarks.language import smollm2
+from benchmarks.language.problems import problems
 from benchmarks.machine import Device, choose_device, timed
 from benchmarks.report import Progress, Report
 from benchmarks.workload import check_at_least_one
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.probe import Probe
+from oar_plugin.credit.probe import PROBES, Probe
+from oar_plugin.passes.plain import log_probs
+
+PART = 16
+"""Responses of each source that are judged in other ways than the first."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    tasks: tuple[str, ...] = ("parallel", "lookup", "chain")
-    """Of the study of learning."""
+    model: str | None = None
+    """A language model: smollm2, a folder, or a name of the hub. Without one, small models are trained on tasks."""
+    tasks: tuple[str, ...] = ()
+    """Of the study of learning: parallel, lookup, chain; with --model: words, arithmetic, gsm8k. None: all of these."""
+    questions: Path | None = None
+    """For gsm8k: its file, JSON lines with question and answer."""
+    temperature: float = 0.7
+    """That a language model samples at."""
     models: int = 3
     """Warm models a task, trained once and kept on disk."""
     responses: int = 48
-    """A model."""
+    """A warm model; with --model short ones of each kind, and half as many long ones."""
     also: tuple[str, ...] = ()
     """Importances of yours: python:<module>:<class>."""
-    dtypes: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
-    """Of weights and computation. The reference is float32 whatever they are."""
+    bf16: bool = True
+    """Whether weights and computation in bfloat16 are judged too. The reference is float32."""
     probe: Probe = OarConfig().probe
-    """The outcome that is watched."""
-    micro_batch: int = 8
-    """Responses at a time."""
-    rounds: int = 3
-    """Of the timing, on the first micro-batch of each task."""
+    """The outcome that is watched. The others get a table."""
+    max_tokens: int = 2048
+    """Of a forward, with padding: 2.2 MB each for 135M parameters in float32. A longer response runs alone."""
     device: Device = "auto"
     """auto takes CUDA where there is one."""
     seed: int = 0
-    """Of sampling, signs and noise."""
+    """Of problems, sampling, signs and noise."""
     out: Path | None = None
     """Folder for the page, the shaded responses, the JSON and the plot; without it only the terminal."""
 
     def check(self) -> None:
         """Raises: ValueError with the argument at fault."""
-        check_at_least_one(self, "models", "responses", "micro_batch", "rounds")
-        if not self.dtypes or len(set(self.dtypes)) < len(self.dtypes):
-            raise ValueError(f"--dtypes {' '.join(self.dtypes)}: give float32, bfloat16, or both, each once")
+        check_at_least_one(self, "models", "responses", "max_tokens")
+        if self.temperature <= 0:
+            raise ValueError(f"--temperature {self.temperature}: must be above 0")
         added_estimators(self.also)
+        if self.model is not None:
+            smollm2.resolved(self.model)
+            for kind in self.kinds:
+                problems(kind, questions=self.questions)
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The tasks of a language model."""
+        return self.tasks or KINDS
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run some estimators."""
+
+    name: str
+    estimators: Iterable[str]
+    probe: Probe
+    seed: int
+    dtype: torch.dtype = torch.float32
+    responses: int | None = PART  # of each source, the first ones
 
 
 def measure(settings: Settings, progress: Progress) -> Report:
-    """Raises: ValueError for a task that is unknown or has no models."""
-    sources = task_sources(settings.tasks, settings.models, settings.responses, settings.seed, progress)
-    return report_on(settings, sources, progress)
+    """Raises: ValueError for a task that is unknown, or a model that writes no answers."""
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    device = choose_device(settings.device)
+    if settings.model is None:
+        tasks = settings.tasks or ("parallel", "lookup", "chain")
+        sources = task_sources(tasks, settings.models, settings.responses, settings.seed, progress)
+        return report_on(settings, sources, progress)
+    progress(f"loading {settings.model}")
+    writer = Writer(settings.model, device, settings.temperature, settings.max_tokens)
+    asked = settings.responses, settings.seed, settings.questions
+    return report_on(settings, language_sources(writer, settings.kinds, *asked, progress), progress)
 
 
 def report_on(settings: Settings, sources: Iterable[Source], progress: Progress) -> Report:
     """Judge every estimator on every source."""
     device = choose_device(settings.device)
-    findings = Findings(settings.dtypes, added_estimators(settings.also))
+    findings = Findings(settings.probe, added_estimators(settings.also))
+    copied = functools.lru_cache(maxsize=2)(_copy)
     for source in sources:
-        batches = list(micro_batches(source.responses, settings.micro_batch, device, settings.probe, settings.seed))
-        exact = _scores(_copy(source.model, device, "float32"), batches, findings.estimators[REFERENCE])
-        facts = ("task", "number", "right", "faithful", "unusable")
-        findings.models.append({name: getattr(source, name) for name in facts})
-        for place, dtype in enumerate(settings.dtypes):
-            where = f"{source.task}, model {source.number}, {dtype}"
-            done = (len(findings.models) - 1) * len(settings.dtypes) + place
-            progress(where, done, len(settings.tasks) * settings.models * len(settings.dtypes))
-            model, scores = _copy(source.model, device, dtype), {REFERENCE: exact} if dtype == "float32" else {}
-            for name, score in findings.estimators.items():
-                scores[name] = scores.get(name) or _scores(model, batches, score)
-            key = {"task": source.task, "model": f"model {source.number}", "dtype": dtype}
-            findings.judged += [{**key, **row} for row in _judged(source, scores, exact)]
-            if source.number == 0 and place == 0:
-                working = {name: partial(findings.estimators[name], model, batches[0][1]) for name in scores}
-                costs = _costs(model, batches[0][1], working, settings.rounds, device)
-                findings.costs += [{"task": source.task, **row} for row in costs]
-                right = [response.right for response in source.responses]
-                for i in [right.index(wanted) for wanted in (True, False) if wanted in right]:
-                    example = {name: of_responses[i] for name, of_responses in scores.items()}
-                    findings.examples.append((source.task, source.responses[i], example))
+        key = {"task": source.task, "length": source.length, "model": f"model {source.number}"}
+        findings.sources.append({**key, **source.facts()})
+        rows = [(response.token_T[:1], response.token_T[1:]) for response in source.responses]
+        float32 = copied(source.model, device, torch.float32)
+        plain = partial(log_probs, float32, rows, source.temperature, settings.max_tokens)
+        plain()  # the first forwards on a device take longer
+        one_forward = timed(plain, device)
+        main: dict[str, list[Tensor]] = {}
+        for variant in _variants(settings, findings):
+            model = copied(source.model, device, variant.dtype)
+            batch = Batch.of(source, variant.responses, variant.probe, variant.seed, settings.max_tokens)
+            scores: dict[str, list[Tensor]] = {}
+            for name in variant.estimators:
+                progress(f"{source.task} {source.length}, model {source.number}, {variant.name}: {name}")
+                begin = time.perf_counter()
+                with counted_work(model) as work:
+                    scores[name] = _scores(model, batch, findings.estimators[name])
+                if variant.name == MAIN:
+                    passes = {way: work[way] / int(batch.mask_BT.sum()) for way in ("forward", "backward")}
+                    passes["time"] = (time.perf_counter() - begin) / one_forward
+                    findings.costs.append({**key, "estimator": name, **passes})
+            main = main or scores
+            exact = main if variant.probe == settings.probe else scores
+            judged_rows = _judged(batch, scores, exact[REFERENCE], main)
+            findings.judged += [{**key, "variant": variant.name, **row} for row in judged_rows]
+        right = [response.right for response in source.responses]
+        if source.number == 0 and source.length != "long":
+            for i in [right.index(wanted) for wanted in (True, False) if wanted in right]:
+                example = {name: of_responses[i] for name, of_responses in main.items()}
+                findings.examples.append((source.task, source.responses[i], example))
     return Report(
-        title="Fidelity of importance estimators",
-        stem=f"fidelity_{device.type}",
+        title=f"Fidelity of importance estimators{f' on {settings.model}' if settings.model else ''}",
+        stem=f"fidelity_{f'{Path(settings.model).name}_' if settings.model else ''}{device.type}",
         tables=tables_of(findings),
-        notes=notes_of(findings, settings.probe),
+        notes=notes_of(findings, settings.model),
         runs={"settings": asdict(settings), **findings.runs()},
         figure=partial(draw, findings),
         extra={"html": page_of(findings)},
     )
 
 
-def _copy(model: nn.Module, device: torch.device, dtype: str) -> nn.Module:
+def _variants(settings: Settings, findings: Findings) -> Iterator[Variant]:
+    """The reference's own first; all that need no other scores than the first one's."""
+    every, at = findings.estimators, (settings.probe, settings.seed)
+    yield Variant(MAIN, every, *at, responses=None)
+    if settings.bf16:
+        yield Variant(BF16, findings.own, *at, torch.bfloat16)
+    yield Variant(AGAIN, [name for name in DRAWN if name in every], settings.probe, settings.seed + 1)
+    for probe in PROBES:
+        if probe != settings.probe:
+            yield Variant(probe, [name for name in BY_PROBE if name in every], probe, settings.seed)
+
+
+def _copy(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Without the gradients that a training has left behind."""
-    copied: nn.Module = copy.deepcopy(model).to(device=device, dtype=getattr(torch, dtype))
+    copied: nn.Module = copy.deepcopy(model).to(device=device, dtype=dtype)
     return copied.eval().requires_grad_(False)
 
 
-def _scores(model: nn.Module, batches: Sequence[tuple[list[int], MicroBatch]], score: Score) -> list[Tensor]:
+def _scores(model: nn.Module, batch: Batch, score: Score) -> list[Tensor]:
     """Float64 `[R]` of each response, on the CPU."""
-    found: dict[int, Tensor] = {}
-    for indices, batch in batches:
-        score_BT = score(model, batch)
-        for index, response, score_T in zip(indices, batch.responses, score_BT.detach().double().cpu(), strict=True):
-            found[index] = score_T[response.reasoning_R]
-            if not bool(torch.isfinite(found[index]).all()):
-                raise ValueError("scores that are not finite")
-    return [found[index] for index in range(len(found))]
+    pairs = zip(batch.responses, score(model, batch).detach().double().cpu(), strict=True)
+    found = [score_T[response.reasoning_R] for response, score_T in pairs]
+    if not all(bool(torch.isfinite(score_R).all()) for score_R in found):
+        raise ValueError("scores that are not finite")
+    return found
 
 
-def _judged(source: Source, scores: Mapping[str, list[Tensor]], reference: list[Tensor]) -> Iterable[dict[str, Any]]:
-    """A row for each estimator on each response."""
-    for index, response in enumerate(source.responses):
+def _judged(
+    batch: Batch, scores: Mapping[str, list[Tensor]], reference: list[Tensor], main: Mapping[str, list[Tensor]]
+) -> Iterable[dict[str, Any]]:
+    """A row for each estimator on each response; `own` is the overlap with what it says itself in the first variant."""
+    for index, response in enumerate(batch.responses):
         here = {name: of_responses[index] for name, of_responses in scores.items()}
         causal_R = response.causal_T[response.reasoning_R]
         rows = {name: judged(score_R, reference[index], causal_R) for name, score_R in here.items()}
         for name, row in rows.items():
             yield {
                 "estimator": name,
-                "response": index,
                 "answer": "right" if response.right else "wrong",
-                "reasoning": len(causal_R),
                 **row,
+                "own": top_overlap(here[name], main[name][index]),
                 "gain": row["overlap"] - rows[BASELINE]["overlap"],
             }
-
-
-def _costs(
-    model: nn.Module, batch: MicroBatch, work: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
-) -> list[dict[str, Any]]:
-    """Passes over the micro-batch, seconds of each round, and their median over that of a plain forward with logits.
-
-    All in turn within a round, so that a machine that slows down slows all of them.
-    """
-    work = {"plain forward": partial(model, input_ids=batch.token_BT, use_cache=False), **work}
-    rows: list[dict[str, Any]] = []
-    for name, run in work.items():
-        with counted_work(model) as counted:
-            run()
-        passes = {way: counted[way] / batch.token_BT.numel() for way in ("forward", "backward")}
-        rows.append({"estimator": name, **passes, "seconds": []})
-    for _ in range(rounds):
-        for row in rows:
-            row["seconds"].append(timed(work[row["estimator"]], device))
-    plain = statistics.median(rows[0]["seconds"])
-    return [{**row, "time": statistics.median(row["seconds"]) / plain} for row in rows]

@@ -1,6 +1,6 @@
 """What the study says: its tables, the goals, and what a reader must know."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -11,14 +11,24 @@ from torch import Tensor
 from benchmarks.fidelity.estimators import REFERENCE, Score, package_estimators
 from benchmarks.fidelity.responses import Response
 from benchmarks.fidelity.scores import mean_over_groups
+from benchmarks.language import smollm2
 from benchmarks.report import Table
 from benchmarks.statistics import Estimate
 from benchmarks.workload import DEFAULT
+from oar_plugin.credit.probe import PROBES, Probe
 
 BASELINE = f"{DEFAULT} 1"
 """What others are compared with: the package's default importance."""
 
+MAIN, BF16, AGAIN = "float32", "bfloat16", "another seed"
+"""Variants; those of other probes have their names."""
+DRAWN = (BASELINE, "oar_g 1", "decision 1", "oar_p sampled")
+"""What is judged with another seed."""
+BY_PROBE = (REFERENCE, BASELINE, "oar_g 1")
+"""What is judged under other probes."""
+
 TITLES = {"overlap": "Overlap of the top 20 % with exact OAR-P", "recall": "Recall of causal tokens"}
+GROUP = ["task", "length", "model"]
 
 Example: TypeAlias = tuple[str, Response, dict[str, Tensor]]
 """A task, a response, and its scores `[R]` by estimator."""
@@ -26,14 +36,14 @@ Example: TypeAlias = tuple[str, Response, dict[str, Tensor]]
 
 @dataclass
 class Findings:
-    """What was measured with the package's estimators and those of `--also`; tables are of the first dtype, but for a column.
+    """What was measured with the package's estimators and those of `--also`.
 
-    `judged` has a row for each model, dtype, estimator and response, `costs` for each task and estimator.
+    `judged` has a row for each source, variant, estimator and response, `costs` for each source and estimator.
     """
 
-    dtypes: Sequence[str]
+    probe: Probe
     added: Mapping[str, Score]
-    models: list[dict[str, Any]] = field(default_factory=list)
+    sources: list[dict[str, Any]] = field(default_factory=list)
     judged: list[dict[str, Any]] = field(default_factory=list)
     costs: list[dict[str, Any]] = field(default_factory=list)
     examples: list[Example] = field(default_factory=list)
@@ -42,18 +52,28 @@ class Findings:
     def estimators(self) -> dict[str, Score]:
         return {**package_estimators(), **self.added}
 
-    def rows(self, dtype: str) -> pd.DataFrame:
-        """`judged` in a dtype."""
-        return pd.DataFrame([row for row in self.judged if row["dtype"] == dtype])
+    @property
+    def own(self) -> list[str]:
+        """Each importance at its own cost."""
+        return list({name.split()[0]: name for name in reversed(self.estimators)}.values())
+
+    @cached_property
+    def variants(self) -> dict[str, pd.DataFrame]:
+        """`judged` of each variant."""
+        return dict(list(pd.DataFrame(self.judged).groupby("variant", sort=False)))
 
     @cached_property
     def main(self) -> pd.DataFrame:
-        """`rows` of the first dtype."""
-        return self.rows(self.dtypes[0])
+        return self.variants[MAIN]
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is known which tokens decide the answer."""
+        return bool(self.main["recall"].notna().any())
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """By estimator, the best first: an `Estimate` of each metric in the first dtype, and costs."""
+        """By estimator, the best first: an `Estimate` of each metric in float32, and costs."""
         metrics = ("spearman", "overlap", "gain", "recall")
         groups = self.main.groupby("estimator", sort=False)
         found = {name: {metric: estimate(rows, metric) for metric in metrics} for name, rows in groups}
@@ -64,23 +84,22 @@ class Findings:
         return pd.DataFrame.from_dict(found, orient="index").join(passes).loc[best_first]
 
     def shown(self) -> list[str]:
-        """Names that examples have room for: each importance at its own cost, the best first."""
-        own = {name.split()[0]: name for name in reversed(self.estimators)}.values()
-        return [name for name in self.summary.index if name in own]
+        """Names that examples have room for, the best first."""
+        return [name for name in self.summary.index if name in self.own]
 
     def runs(self) -> dict[str, Any]:
-        """For the JSON: means over each model's right and wrong responses, and every single figure of the costs."""
-        keys = ["task", "model", "dtype", "estimator", "answer"]
-        groups = pd.DataFrame(self.judged).groupby(keys, sort=False)
-        means = groups[["spearman", "overlap", "recall"]].mean().round(4)
+        """For the JSON: means over each source's right and wrong responses, and costs."""
+        groups = pd.DataFrame(self.judged).groupby([*GROUP, "variant", "estimator", "answer"], sort=False)
+        means = groups[["spearman", "overlap", "recall", "own"]].mean().round(4)
         means = means.assign(responses=groups.size()).reset_index()
         columns = means.astype(object).where(means.notna(), None).to_dict("list")
-        return {"models": self.models, "means": columns, "costs": self.costs}
+        costs = pd.DataFrame(self.costs).round(4).to_dict("list")
+        return {"sources": self.sources, "means": columns, "costs": costs}
 
 
 def estimate(rows: pd.DataFrame, metric: str) -> Estimate:
-    """The mean over models of a metric."""
-    return mean_over_groups([list(values) for _, values in rows.groupby(["task", "model"], sort=False)[metric]])
+    """The mean over sources of a metric."""
+    return mean_over_groups([list(values) for _, values in rows.groupby(GROUP, sort=False)[metric]])
 
 
 def plus_minus(found: Estimate, sign: str = "") -> str:
@@ -90,26 +109,45 @@ def plus_minus(found: Estimate, sign: str = "") -> str:
 
 def tables_of(findings: Findings) -> list[Table]:
     """The most important first."""
-    tables = [_main(findings)]
-    for column in ("task", "answer", "model"):
+    tables = [_main(findings), _probes(findings)]
+    for column in ("task", "length", "answer", "model"):
         if findings.main[column].nunique() > 1:
-            tables += [_split(findings, f"{title}, by {column}", column, metric) for metric, title in TITLES.items()]
-    return tables
+            known = TITLES if findings.causal else ("overlap",)
+            tables += [_split(findings, f"{TITLES[metric]}, by {column}", column, metric) for metric in known]
+    return [*tables, _sampled(findings)]
 
 
 def _main(findings: Findings) -> Table:
-    first, *others = findings.dtypes
-    columns = ["estimator", "Spearman", "top 20 %", f"less {BASELINE}", "causal recall"]
-    columns += ["forward", "backward", "time", *(f"top 20 %, {dtype}" for dtype in others)]
-    elsewhere = [dict(list(findings.rows(dtype).groupby("estimator"))) for dtype in others]
+    own = {
+        variant: dict(list(findings.variants[variant].groupby("estimator")))
+        for variant in (BF16, AGAIN)
+        if variant in findings.variants
+    }
+    columns = ["estimator", "Spearman", "top 20 %", f"less {BASELINE}", *["causal recall"] * findings.causal]
+    columns += ["forward", "backward", "time", *(f"top 20 %, {variant}" for variant in own)]
+    columns += [f"its own in {variant}" for variant in own]
     lines = []
     for name, row in findings.summary.iterrows():
         line = [name, f"{row.spearman.value:.2f}", plus_minus(row.overlap)]
-        line += ["" if name == BASELINE else plus_minus(row.gain, "+"), plus_minus(row.recall)]
+        line += ["" if name == BASELINE else plus_minus(row.gain, "+"), *[plus_minus(row.recall)] * findings.causal]
         line += [f"{row[cost]:.1f}" for cost in ("forward", "backward", "time")]
-        line += [plus_minus(estimate(rows[name], "overlap")) if name in rows else "" for rows in elsewhere]
+        for metric in ("overlap", "own"):
+            line += [plus_minus(estimate(rows[name], metric)) if name in rows else "" for rows in own.values()]
         lines.append(line)
-    return Table(f"Estimators against exact OAR-P ({first})", columns, lines)
+    return Table("Estimators against exact OAR-P (float32)", columns, lines)
+
+
+def _probes(findings: Findings) -> Table:
+    """Each probe's estimates against its own exact OAR-P, and the exact ones against that of the first."""
+    names = [name for name in BY_PROBE if name in findings.estimators and name != REFERENCE]
+    lines = []
+    for variant in (MAIN, *(probe for probe in PROBES if probe != findings.probe)):
+        rows = dict(list(findings.variants[variant].groupby("estimator")))
+        exact = plus_minus(estimate(rows[REFERENCE], "own"))
+        lines.append([findings.probe if variant == MAIN else variant, exact])
+        lines[-1] += [plus_minus(estimate(rows[name], "overlap")) for name in names]
+    columns = ("probe", f"exact, with that of {findings.probe}", *names)
+    return Table("Probes: overlap of the top 20 % with exact OAR-P of the same probe", columns, lines)
 
 
 def _split(findings: Findings, title: str, column: str, metric: str) -> Table:
@@ -122,24 +160,39 @@ def _split(findings: Findings, title: str, column: str, metric: str) -> Table:
     return Table(title, ("estimator", *values), lines)
 
 
-def notes_of(findings: Findings, probe: str) -> list[str]:
+def _sampled(findings: Findings) -> Table:
+    lines = []
+    for source in findings.sources:
+        shares = ("" if source[name] is None else f"{source[name]:.0%}" for name in ("right", "faithful"))
+        name = " ".join(filter(None, (source[name] for name in GROUP)))
+        counts = (f"{source[name]:.0f}" for name in ("responses", "unusable", "reasoning", "tokens"))
+        lines.append([name, *counts, *shares])
+    return Table(
+        "What was sampled", ("source", "scored", "left out", "reasoning tokens", "tokens", "right", "faithful"), lines
+    )
+
+
+def notes_of(findings: Findings, model: str | None) -> list[str]:
     """What benchmarks/README.md says about how the study is kept fair is not repeated."""
-    responses = findings.main[findings.main["estimator"] == REFERENCE]
-    unusable = sum(model["unusable"] for model in findings.models)
-    models = "; ".join("{task} {number} {right:.0%} / {faithful:.0%}".format(**model) for model in findings.models)
-    return [
-        f"{len(responses)} responses, on average {responses['reasoning'].mean():.0f} reasoning tokens each; probe {probe}; "
-        f"{unusable} more without an answer or without reasoning were left out.",
-        "Spearman and overlap of the 20 % largest scores are with exact OAR-P (PAD) in float32. Recall: share of the known "
-        "causal tokens (results of steps) among as many top scores. In chain and lookup only the last step's are in "
-        "reach of the answer once it is teacher-forced: no such score reaches 1.",
-        "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each task and model. They say "
-        "nothing about other models; those are told apart below.",
-        "Passes count tokens that went through the layers, over those of the micro-batch: masked copies read the prefix from a "
-        "cache. A backward to the inputs alone costs about a forward. Time: median seconds of rounds, all in turn, over "
-        "one plain forward with logits. On models this small they are mostly the overhead of calls.",
-        "Names: `fisher 4`: mean of 4 draws; `oar_p span 2`: 2 tokens replaced at a time; `oar_p sampled`: by a drawn token; "
+    notes = [
+        f"{sum(source['responses'] for source in findings.sources)} responses; probe {findings.probe}. Spearman and overlap of "
+        "the 20 % largest scores are with exact OAR-P (PAD) in float32, TF32 off; `its own` is the overlap of an estimator's "
+        "scores with what it says itself in float32 with the first seed.",
+        "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each task, length and model. "
+        "They say nothing about other models.",
+        "Passes count tokens that went through the layers, over those of the responses with their prompts: masked copies read "
+        "the prefix from a cache. A backward to the inputs alone costs about a forward. Time: seconds for all responses over "
+        "those of one forward with logits, the median over sources.",
+        "Names: `fisher 4`: mean of 4 draws; `oar_p sampled`: replaced by a drawn token in place of padding; "
         "`hybrid 0.3`: exact copies of 30 %.",
-        "Models (task, number, share of right answers when sampled / share of answers that repeat the model's own results): "
-        f"{models}.",
+        "Left out: responses without an answer, without reasoning, or cut off. Right: of all that were sampled.",
     ]
+    if findings.causal:
+        notes.append(
+            "Recall: share of the known causal tokens (results of steps) among as many top scores. In chain and lookup only "
+            "the last step's are in reach of the answer once it is teacher-forced: no such score reaches 1. Faithful: share of "
+            "the answers that repeat the model's own results."
+        )
+    if model == smollm2.NAME:
+        notes.append(smollm2.SOURCE)
+    return notes

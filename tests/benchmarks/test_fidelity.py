@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.fidelity.estimators import REFERENCE, added_estimators, counted_work, package_estimators
-from benchmarks.fidelity.responses import Response, Source, micro_batches
+from benchmarks.fidelity.responses import Batch, Response, Source
 from benchmarks.fidelity.scores import auc, causal_recall, mean_over_groups, rank_correlation, top_overlap
 from benchmarks.fidelity.study import Settings, report_on
 from benchmarks.fidelity.tables import BASELINE
@@ -25,13 +25,13 @@ def response(length, seed=0):
     """Four prompt tokens, reasoning, a marker, two answer tokens and one token after the answer."""
     token_T = torch.randint(PAD, (length,), generator=torch.Generator().manual_seed(seed))
     segments_T = torch.tensor([0] * 4 + [1] * (length - 8) + [2, 3, 3, 4])
-    return Response(token_T, segments_T, torch.isin(torch.arange(length), torch.tensor([6, 8])), seed != 1)
+    causal_T = torch.isin(torch.arange(length), torch.tensor([6, 8]))
+    return Response(token_T, segments_T, causal_T, seed != 1, ["w"] * length)
 
 
 def batch_of(*lengths):
     rows = [response(length, seed) for seed, length in enumerate(lengths)]
-    ((_, batch),) = micro_batches(rows, len(rows), torch.device("cpu"), "answer_mean", 0)
-    return batch
+    return Batch.of(Source("made", 0, build_model(0), rows, 0, 0.5), None, "answer_mean", 0, 2**11)
 
 
 PASSES = {"fisher 1": (1, 1), "fisher 4": (4, 4), "oar_g 4": (5, 4), "entropy": (1, 0), "random": (0, 0)}
@@ -80,11 +80,14 @@ def test_the_report_has_every_estimator(monkeypatch):
     rows = [response(16 + index, index) for index in range(3)]
     sources = [Source(task, 0, build_model(0, hidden=16, heads=2), rows, 1, 0.5, 1.0) for task in ("made", "other")]
     also = ("python:tests.own_importance:Saliency",)
-    report = report_on(Settings(also=also, micro_batch=2, rounds=1, device="cpu"), sources, silent)
+    report = report_on(Settings(also=also, max_tokens=32, device="cpu"), sources, silent)
     for name in [*working, *OWN]:
         assert f"| {name} |" in report.markdown(None)
         assert f'<span class="who">{name}</span>' in report.extra["html"], "as docs/shaded_tokens.py reads it"
     means = pd.DataFrame(json.loads(report.to_json())["runs"]["means"])
-    assert len(means) == 2 * 2 * 4 * 2, "tasks, dtypes, estimators, right and wrong"
-    exact = means[(means["estimator"] == REFERENCE) & (means["dtype"] == "float32")]
-    assert (exact[["overlap", "spearman"]] == 1).all(axis=None)
+    counts = {"float32": 4, "bfloat16": 4, "another seed": 1, "last": 2, "answer_joint": 2}
+    assert means.groupby("variant").size().to_dict() == {name: 4 * n for name, n in counts.items()}, (
+        "tasks, right and wrong"
+    )
+    exact = means[(means["estimator"] == REFERENCE) & means["variant"].isin(["float32", "last", "answer_joint"])]
+    assert (exact[["overlap", "spearman"]] == 1).all(axis=None), "each probe has a reference of its own"
