@@ -10,11 +10,12 @@ from typing import Any
 
 SOURCE = "sums"
 DESCRIPTION = "Sums of three numbers from 2 to 9, after four worked examples."
-PROMPT_TOKENS = 256
-"""More than any prompt has."""
+PROMPT_TOKENS, RESPONSE_TOKENS = 256, 48
+"""More than any prompt has, and than all but a few responses."""
 EXAMPLES = 4
 ALL = list(product(range(2, 10), repeat=3))
 random.Random(0).shuffle(ALL)
+PROBLEMS = len(ALL) - EXAMPLES
 
 
 def question_of(terms: tuple[int, ...]) -> str:

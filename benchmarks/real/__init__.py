@@ -7,7 +7,7 @@ responses OAR scored. A few pairs of one small model say that runs work and what
 The same command goes on where it was interrupted: finished runs stay in --folder, where `oar inspect` reads their dumps.
 
 examples:
-  python -m benchmarks real --parallel 4 --out DIR                       eight runs on a GPU, four at a time
-  python -m benchmarks real --pairs 3 --prompts 4 --n 4 --test-problems 16 --response-length 48     on a CPU, hours
+  python -m benchmarks real --parallel 4 --out DIR                       four pairs on a GPU at a time
+  python -m benchmarks real --pairs 3 --prompts 4 --n 4 --test-problems 16     on a CPU, hours
   python -m benchmarks real --override algorithm.oar.importance=hybrid actor_rollout_ref.rollout.enforce_eager=True
 """
