@@ -37,7 +37,10 @@ def rows(tests: int) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {"test": [], "train": []}
     for index, terms in enumerate(ALL[EXAMPLES:]):
         split = "test" if index < tests else "train"
-        row = {"data_source": SOURCE, "prompt": [*examples, {"role": "user", "content": question_of(terms)}]}
+        row: dict[str, Any] = {
+            "data_source": SOURCE,
+            "prompt": [*examples, {"role": "user", "content": question_of(terms)}],
+        }
         row |= {"ability": "math", "reward_model": {"style": "rule", "ground_truth": str(sum(terms))}}
         found[split].append(row | {"extra_info": {"index": index, "split": split}})
     return found

@@ -250,7 +250,7 @@ def report_of(settings: Settings, frame: pd.DataFrame) -> Report:
         [part, *(f"{x:.3f}" for x in (a, b)), f"{b - a:+.3f}"] for part, a, b in seconds.fillna(0.0).T.itertuples()
     ]
     watched = frame.groupby("variant")[list(WATCHED)].mean()
-    means = [[name, *("" if x != x else f"{x:.3g}" for x in both)] for name, *both in watched.T.itertuples()]
+    over_steps = [[name, *("" if x != x else f"{x:.3g}" for x in both)] for name, *both in watched.T.itertuples()]
     precision = "float32" if settings.device == "cpu" else "float32 weights, bf16 arithmetic"
     notes = [
         f"`oar launch {RECIPE}` with {settings.model} in place of its model: real verl, Ray and vLLM, {precision}. smollm2 is "
@@ -279,7 +279,7 @@ def report_of(settings: Settings, frame: pd.DataFrame) -> Report:
         tables=[
             Table("What runs reach", ("what", *columns, "difference (95 %)", "OAR ahead"), outcome),
             Table("Seconds of a step", ("part", *columns, "OAR adds"), parts),
-            Table("Means over all steps", ("what", *columns), means),
+            Table("Means over all steps", ("what", *columns), over_steps),
             Table("Each pair", ("what", "seed", *columns, "difference"), by_pair),
         ],
         notes=notes,
