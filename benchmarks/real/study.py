@@ -207,6 +207,7 @@ def overrides(settings: Settings, folder: Path) -> list[str]:
         f"{rollout}.max_num_batched_tokens={max(4096, length)}",
         f"trainer.total_training_steps={settings.steps}",
         "trainer.total_epochs=100",
+        "trainer.val_before_train=True",
         f"trainer.test_freq={max(1, settings.steps // 4)}",
         "trainer.save_freq=-1",  # no checkpoints: a run that was cut off starts again
         "trainer.logger=[console,file]",
