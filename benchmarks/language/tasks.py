@@ -1,7 +1,7 @@
-"""Problems that SmolLM2-135M solves in a third of its samples at temperature 1, as rows for verl.
+"""Problems that SmolLM2-135M solves in a third to a half of its samples at temperature 1, as rows for verl.
 
 All sums of three numbers from 2 to 9. Four worked examples come before the question, as turns of the chat: they show how an
-answer ends. Longer sums, subtraction and stories are too hard for this model.
+answer ends. Of sums with numbers up to 12 it solves 14 %, up to 20 5 %, of four numbers 12 %, of stories with two steps 15 %.
 """
 
 import random
