@@ -25,7 +25,7 @@ def picture(folder: Path) -> str:
     for title, row, weights in (
         ("GRPO: the same for every token", right, [1.0] * len(right.tokens)),
         ("OAR: what moved the answer", right, right.weights or []),
-        ("OAR, a wrong response", wrong, wrong.weights or []),
+        ("OAR: what moved the answer of a wrong response", wrong, wrong.weights or []),
     ):
         drawn.append(f'<text x="12" y="{y + 20}" font-weight="bold">{title}</text>')
         lines, y = tokens(row, weights, y + 30)
@@ -38,14 +38,14 @@ def tokens(row: Response, weights: list[float], y: int) -> tuple[list[str], int]
     """The response's tokens as boxes from `y` on, the answer underlined, and where they end. A space parts words."""
     x, drawn = 12, []
     for token, weight, segment in zip(row.tokens, weights, row.segments, strict=True):
-        word = token.strip() or "·"
-        width = LETTER * len(word)
+        word = "⏎" if "\n" in token else token.strip()
+        width = LETTER * len(word) or LETTER // 2
         x += LETTER // 2 * token.startswith(" ")
-        x, y = (12, y + LINE) if x + width > WIDTH - 12 or "\n" in token else (x, y)
+        x, y = (12, y + LINE) if x + width > WIDTH - 12 else (x, y)
         line = ' text-decoration="underline"' if segment == Segment.ANSWER else ""
         drawn.append(f'<rect x="{x}" y="{y}" width="{width + 4}" height="22" fill="{shade(weight)}" stroke="#ddd"/>')
         drawn.append(f'<text x="{x + 2}" y="{y + 16}" textLength="{width}"{line}>{escape(word)}</text>')
-        x += width + 5
+        x, y = (12, y + LINE) if "\n" in token else (x + width + 5, y)
     return drawn, y + LINE
 
 

@@ -83,7 +83,7 @@ def test_the_report_has_every_estimator(monkeypatch):
     report = report_on(Settings(also=also, micro_batch=2, rounds=1, device="cpu"), sources, silent)
     for name in [*working, *OWN]:
         assert f"| {name} |" in report.markdown(None)
-        assert f'<span class="who">{name}</span>' in report.extra["html"], "as docs/shaded_tokens.py reads it"
+        assert f'<span class="who">{name}</span>' in report.extra["html"]
     means = pd.DataFrame(json.loads(report.to_json())["runs"]["means"])
     assert len(means) == 2 * 2 * 4 * 2, "tasks, dtypes, estimators, right and wrong"
     exact = means[(means["estimator"] == REFERENCE) & (means["dtype"] == "float32")]
