@@ -34,7 +34,10 @@ def rows(number: int, seed: int) -> list[dict[str, Any]]:
     found = []
     for index in range(number):
         question, _, right = problem(asked)
-        row = {"data_source": "word_problems", "prompt": [*worked, {"role": "user", "content": question}]}
+        row: dict[str, Any] = {
+            "data_source": "word_problems",
+            "prompt": [*worked, {"role": "user", "content": question}],
+        }
         row |= {"ability": "math", "reward_model": {"style": "rule", "ground_truth": str(right)}}
         found.append(row | {"extra_info": {"index": index}})
     return found
