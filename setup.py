@@ -108,12 +108,15 @@ setup(
         "trl": ["trl>=1.15,<2"],
         # What benchmarks/ is made with; it stands in the checkout.
         "benchmarks": [
+            "gguf>=0.19,<1",  # transformers reads SmolLM2 with it
             "matplotlib>=3.9,<4",
             "pandas>=2.2,<4",
             "scipy>=1.11,<2",
             "statsmodels>=0.15,<0.16",
             "tyro>=1,<2",
         ],
+        # Its problems for language models. Not above: the demo installs that, and pycosat, which reasoning-gym needs, is compiled.
+        "language": ["champ-dataset>=1,<2", "reasoning-gym>=0.1.25,<0.2"],
         # For `python -m docs.site`. Before its 1.0 a new zensical may need another configuration.
         "docs": [
             "zensical>=0.0.73,<0.2",

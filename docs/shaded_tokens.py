@@ -1,40 +1,53 @@
-"""`python -m docs.shaded_tokens` draws shaded_tokens.svg: a response of benchmarks/results/fidelity_cpu.html and its credit."""
+"""`python -m docs.shaded_tokens` draws shaded_tokens.svg: responses of SmolLM2-135M and their credit, with OAR's defaults.
 
-import re
-from html import escape, unescape
+Question and responses are those of responses.jsonl; `docs.screenshots.picked` has the rule by which two are chosen.
+"""
+
+import json
+from html import escape
 from pathlib import Path
 
-import torch
-
 from benchmarks.fidelity.pictures import shade
-from oar_plugin.credit.gate import two_level
+from benchmarks.language import smollm2
+from docs.screenshots import HERE, RESPONSES, picked
+from oar_plugin.cli.score import configs_of, scored
+from oar_plugin.credit.answer import Segment
+from oar_plugin.page.record import Response
 
-HERE = Path(__file__).parent
-TOKEN = re.compile(r'data-tip="\s*(.*?)\n(.*?)\nweight (.*?)\n(?:importance )?(.*?)"')
+WIDTH, LETTER, LINE = 830, 9, 27
 
 
-def picture() -> str:
-    """Return the page's second response twice, as SVG. Tokens that are known to decide its answer are underlined."""
-    article = (HERE.parent / "benchmarks" / "results" / "fidelity_cpu.html").read_text().split("<article>")[2]
-    shown = dict(block.split("</span>", 1) for block in article.split('<span class="who">')[1:])
-    words, kinds, known, _ = zip(*TOKEN.findall(shown["known to be causal"]), strict=True)
-    scores = [float(score) if kind == "reasoning" else 0.0 for _, kind, _, score in TOKEN.findall(shown["fisher 1"])]
-    weights = two_level(torch.tensor([scores]), torch.tensor([[kind == "reasoning" for kind in kinds]]))[0].tolist()
-    drawn, y = ['<rect width="830" height="190" fill="white"/>'], 0
-    for title, row in (("GRPO: the same for every token", [1.0] * len(words)), ("OAR: what moved the answer", weights)):
-        drawn.append(f'<text x="12" y="{y + 24}" font-weight="bold">{title}</text>')
-        x, y = 12, y + 34
-        for word, mark, weight in zip(map(unescape, words), known, row, strict=True):
-            x, y = (12, y + 27) if x > 780 else (x, y)
-            line = ' text-decoration="underline"' if float(mark) > 1 else ""
-            box = f'width="{9 * len(word) + 6}" height="22" fill="{shade(weight)}" stroke="#ddd"'
-            drawn.append(f'<rect x="{x}" y="{y}" {box}/>')
-            drawn.append(f'<text x="{x + 3}" y="{y + 16}" textLength="{9 * len(word)}"{line}>{escape(word)}</text>')
-            x += 9 * len(word) + 9
-        y += 27
-    head = '<svg xmlns="http://www.w3.org/2000/svg" width="830" height="190" font-family="monospace" font-size="15">'
-    return "\n".join([head, *drawn, "</svg>\n"])
+def picture(folder: Path) -> str:
+    """Return an SVG: the right response with equal credit and with OAR's, then the wrong one. `folder` has the model."""
+    right, wrong = picked(list(scored([RESPONSES], str(folder), configs_of(None, []))))
+    asked = json.loads(RESPONSES.read_text(encoding="utf-8").splitlines()[0])["prompt"][-1]["content"]
+    drawn, y = [f'<text x="12" y="24" fill="#555">{escape(asked)}</text>'], 34
+    for title, row, weights in (
+        ("GRPO: the same for every token", right, [1.0] * len(right.tokens)),
+        ("OAR: what moved the answer", right, right.weights or []),
+        ("OAR: what moved the answer of a wrong response", wrong, wrong.weights or []),
+    ):
+        drawn.append(f'<text x="12" y="{y + 20}" font-weight="bold">{title}</text>')
+        lines, y = tokens(row, weights, y + 30)
+        drawn += lines
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + 6}" font-family="monospace" font-size="15">'
+    return "\n".join([head, f'<rect width="{WIDTH}" height="{y + 6}" fill="white"/>', *drawn, "</svg>\n"])
+
+
+def tokens(row: Response, weights: list[float], y: int) -> tuple[list[str], int]:
+    """The response's tokens as boxes from `y` on, the answer underlined, and where they end. A space parts words."""
+    x, drawn = 12, []
+    for token, weight, segment in zip(row.tokens, weights, row.segments, strict=True):
+        word = "⏎" if "\n" in token else token.strip()
+        width = LETTER * len(word) or LETTER // 2
+        x += LETTER // 2 * token.startswith(" ")
+        x, y = (12, y + LINE) if x + width > WIDTH - 12 else (x, y)
+        line = ' text-decoration="underline"' if segment == Segment.ANSWER else ""
+        drawn.append(f'<rect x="{x}" y="{y}" width="{width + 4}" height="22" fill="{shade(weight)}" stroke="#ddd"/>')
+        drawn.append(f'<text x="{x + 2}" y="{y + 16}" textLength="{width}"{line}>{escape(word)}</text>')
+        x, y = (12, y + LINE) if "\n" in token else (x + width + 5, y)
+    return drawn, y + LINE
 
 
 if __name__ == "__main__":
-    (HERE / "shaded_tokens.svg").write_text(picture())
+    (HERE / "shaded_tokens.svg").write_text(picture(smollm2.folder()), encoding="utf-8")

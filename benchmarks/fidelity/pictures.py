@@ -48,7 +48,7 @@ def draw(findings: Findings) -> Figure:
 
 
 def page_of(findings: Findings) -> str:
-    """The HTML file, which docs/shaded_tokens.py reads."""
+    """The HTML file."""
     articles = [_article(*example, findings.shown()) for example in findings.examples]
     return str(_HTML.page("Fidelity of importance estimators", LEAD, Markup("".join(articles))))  # noqa: S704  made by the templates
 

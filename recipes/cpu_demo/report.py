@@ -19,8 +19,8 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.page.record import Response
 
 CAVEAT = (
-    "One seed, a model of a third of a million parameters, one made-up task: this shows that the whole path works and where "
-    "OAR puts its weight. It does not show that OAR beats GRPO."
+    "One seed, one small model, one made-up task: this shows that the whole path works and where OAR puts its weight. It does "
+    "not show that OAR beats GRPO."
 )
 
 CURVES = {
@@ -70,9 +70,9 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """One trained method: its accuracy afterwards, its metrics step by step, and what it cost."""
+    """One trained method: its accuracy afterwards where it was measured, its metrics step by step, and what it cost."""
 
-    accuracy: Accuracy
+    accuracy: Accuracy | None
     metrics: Sequence[Mapping[str, Any]]
     seconds: float
     start_up_seconds: float
@@ -80,7 +80,7 @@ class MethodResult:
 
     def plain(self) -> dict[str, Any]:
         cost = {"seconds": self.seconds, "start_up_seconds": self.start_up_seconds, "peak_bytes": self.peak_bytes}
-        return {**self.accuracy.plain(), **cost}
+        return (self.accuracy.plain() if self.accuracy else {}) | cost
 
 
 def weights_by_kind(responses: Sequence[Response]) -> dict[str, float]:
@@ -117,7 +117,7 @@ def draw_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) 
 
 def print_summary(
     console: Console,
-    before: Accuracy,
+    before: Accuracy | None,
     results: Mapping[str, MethodResult],
     weights: Mapping[str, float],
     seconds: float,
@@ -128,13 +128,13 @@ def print_summary(
     table.add_column("")
     table.add_column("sampled", justify="right")
     table.add_column("greedy", justify="right")
-    table.add_row("before", str(before.sampled), str(before.greedy))
-    for method, result in results.items():
-        after = f"after {len(result.metrics)} steps of {method.upper()}"
-        style = "bold" if method == "oar" else ""
-        table.add_row(after, str(result.accuracy.sampled), str(result.accuracy.greedy), style=style)
+    for method, accuracy in {"": before, **{name: result.accuracy for name, result in results.items()}}.items():
+        if accuracy is not None:
+            when = f"after {len(results[method].metrics)} steps of {method.upper()}" if method else "before"
+            table.add_row(when, str(accuracy.sampled), str(accuracy.greedy), style="bold" if method == "oar" else "")
     lines = [
-        f"{method.upper()}: {median(row['timing_s/step'] for row in result.metrics):.1f} s a step, "
+        f"{method.upper()}: mean reward {fmean(row['critic/score/mean'] for row in result.metrics):.2f}, "
+        f"{median(row['timing_s/step'] for row in result.metrics):.1f} s a step, "
         f"{result.start_up_seconds:.0f} s for verl to start, {result.peak_bytes / 1024**3:.1f} GB of memory at most"
         for method, result in results.items()
     ]
@@ -142,7 +142,8 @@ def print_summary(
         parts = ", ".join(f"{kind} [bold]{weight:.2f}[/]" for kind, weight in weights.items())
         lines.append(f"Mean weight of a token: {parts}. Only the results decide the answer.")
     console.print()
-    console.print(table)
+    if before is not None:
+        console.print(table)
     console.print("\n".join([*lines, f"[dim]{CAVEAT}[/]"]))
     console.rule(f"done in {int(seconds) // 60}:{int(seconds) % 60:02d}", align="left", style="dim")
     for label, path in files.items():

@@ -14,15 +14,39 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from benchmarks.tiny import verl_run
 from benchmarks.tiny.tasks import TASKS
 from benchmarks.tiny.verl_run import read_metrics
+from recipes.cpu_demo import word_problems
 from verl_cpu import cpu_overrides
 from verl_cpu.session import TIMED_OUT, Session, run_verl
 
 Method = Literal["oar", "grpo"]
 
 TASK = TASKS["parallel"]
-PROMPTS, RESPONSES = 16, 8
-LEARNING_RATE = 5e-4
-LONGEST_RUN_S = 1800.0
+LONGEST_RUN_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is trained, and at which size."""
+
+    prompts: int
+    responses: int
+    longest: tuple[int, int]  # tokens of a prompt and of a response
+    learning_rate: float
+    dump_every: int
+    more: tuple[str, ...] = ()  # overrides
+
+
+SMOLLM2 = (
+    # The embeddings are one tensor of 108 MB, which must fit into a bucket.
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=256",
+    # Logits of 49,152 tokens at each position: the memory of all 16 responses at once would be twice that of the rest.
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+)
+SETUPS = {
+    "tiny": Setup(16, 8, (TASK.prompt_length, TASK.max_response_length), 5e-4, 5),
+    "smollm2": Setup(4, 4, (word_problems.PROMPT_TOKENS, 64), 1e-5, 1, SMOLLM2),
+}
 
 STAGES = (
     # what verl prints when the stage ends, what is being awaited until then
@@ -36,8 +60,8 @@ STAGES = (
 
 CAUSES = {
     "No space left on device": "the disk is full: free some space, or choose another directory with --out",
-    "OutOfMemoryError": "too little memory: close other programs, or take a machine with 8 GB",
-    "Cannot allocate memory": "too little memory: close other programs, or take a machine with 8 GB",
+    "OutOfMemoryError": "too little memory: close other programs, or take a larger machine",
+    "Cannot allocate memory": "too little memory: close other programs, or take a larger machine",
     "Address already in use": "a port was taken by another program: start again",
     "OarConfigError": "a setting of OAR cannot work",
 }
@@ -54,6 +78,7 @@ class Run:
 
     parent: Path
     method: Method
+    model: str  # of SETUPS
     steps: int
     seed: int
 
@@ -79,18 +104,20 @@ class Run:
 
     def arguments(self) -> list[str]:
         """Hydra overrides. The two methods differ in `algorithm.*` and the folder they write to."""
-        dump = {"dir": verl_run.quoted(self.weights_folder), "every": 5, "groups": 4}
+        setup = SETUPS[self.model]
+        dump = {"dir": verl_run.quoted(self.weights_folder), "every": setup.dump_every, "groups": 4}
         oar = [f"algorithm.oar.dump.{key}={value}" for key, value in dump.items()]
         model, problems = self.parent / "model", self.parent / "problems.parquet"
-        sizes = (PROMPTS, RESPONSES), (TASK.prompt_length, TASK.max_response_length)
+        sizes = (setup.prompts, setup.responses), setup.longest
         return [
             *cpu_overrides(),
             f"algorithm.adv_estimator={self.method}",
             *(oar if self.method == "oar" else []),
             f"data.seed={self.seed}",
             *verl_run.training_overrides(
-                model, problems, self.folder / "checkpoint", self.steps, self.seed, LEARNING_RATE, *sizes
+                model, problems, self.folder / "checkpoint", self.steps, self.seed, setup.learning_rate, *sizes
             ),
+            *setup.more,
         ]
 
     def script(self) -> str:

