@@ -58,7 +58,11 @@ def folder() -> Path:
 def write(package: Path, made: Path) -> None:
     """What stands in the package, as a folder that every program loads."""
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=FILE)
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"  # as on the hub
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )  # as on the hub
     read = AutoModelForCausalLM.from_pretrained(package, gguf_file=FILE, dtype="float32")
     config = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
     # transformers refuses to save a model that came from a GGUF file.
