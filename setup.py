@@ -115,7 +115,7 @@ setup(
             "statsmodels>=0.15,<0.16",
             "tyro>=1,<2",
         ],
-        # Its problems for language models. Not above: the demo installs that, and reasoning-gym compiles pycosat.
+        # Problems for language models. Not above, for the demo installs that: reasoning-gym needs pycosat, which is compiled.
         "language": ["champ-dataset>=1,<2", "reasoning-gym>=0.1.25,<0.2"],
         # For `python -m docs.site`. Before its 1.0 a new zensical may need another configuration.
         "docs": [
