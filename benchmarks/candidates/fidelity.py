@@ -1,4 +1,4 @@
-"""Estimators of exact OAR-P at the cost of one backward that are not in the package: `fidelity --also` judges them."""
+"""Estimates of exact OAR-P at the cost of one backward that the package does not have: `fidelity --also` judges them."""
 
 from torch import Tensor
 
@@ -9,33 +9,26 @@ from oar_plugin.credit.importance.oar_g import OarG
 
 
 class OarGNorm(OarG):
-    name = "OarGNorm"
     help = "oar_g with the gradient's norm in place of its product with the embedding."
 
     def score(self, gradient: Tensor, embedding: Tensor) -> Tensor:
         return squared_norm(gradient).sqrt()
 
 
-class FisherSaliency(Fisher):
-    name = "FisherSaliency"
-    help = "fisher with the product of gradient and embedding: how far the answer moves if the embedding becomes 0."
+class FisherProduct(Fisher):
+    help = "fisher along the embedding alone: how far the answer moves if it becomes 0."
 
     def score(self, gradient: Tensor, embedding: Tensor) -> Tensor:
         return saliency(gradient, embedding).square()
 
 
 class FisherRelative(Fisher):
-    name = "FisherRelative"
-    help = (
-        "fisher times the embedding's squared norm: how far the answer moves if the embedding moves by its own length."
-    )
-    arbitrary_scale = False
+    help = "fisher times the embedding's squared norm: a move by the embedding's own length, in a random direction."
 
     def score(self, gradient: Tensor, embedding: Tensor) -> Tensor:
         return squared_norm(gradient) * squared_norm(embedding)
 
 
 class FisherRows(Fisher):
-    name = "FisherRows"
-    help = "fisher with signs of its own for each row of the answer, as with the probe answer_joint."
+    help = "fisher of each row of the answer, with signs of its own, in place of their mean."
     backwards = (Backward("answer"),)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 from torch import Tensor, nn
 
@@ -33,6 +34,18 @@ def by_importance(model: nn.Module, batch: Batch, importance: str, **asked: Any)
     return batch_importance(model, request, batch.token_BT, batch.segments_BT, batch.mask_BT, batch.max_tokens)
 
 
+def by_position(model: nn.Module, batch: Batch) -> Tensor:
+    """The later, the more important: what looks at no answer and costs nothing."""
+    return batch.mask_BT.cumsum(-1)
+
+
+def behind_layer(model: nn.Module, batch: Batch, number: int, importance: str) -> Tensor:
+    """An importance at the hidden states behind a layer (from 1), in place of the input embeddings."""
+    layer = model.get_submodule(f"model.layers.{number - 1}")
+    with patch.object(model, "get_input_embeddings", lambda: layer):  # where the graph's only leaf is
+        return by_importance(model, batch, importance)
+
+
 def package_estimators() -> dict[str, Score]:
     """The package's importances, each at its own cost first and then at others, by name."""
     found: dict[str, Score] = {}
@@ -50,19 +63,25 @@ def package_estimators() -> dict[str, Score]:
         elif importance.backwards:
             variants = {f" {draws}": {"num_draws": draws} for draws in DRAWS.get(name, (1,))}
         found |= {name + suffix: partial(by_importance, importance=name, **kw) for suffix, kw in variants.items()}
-    return found
+    return found | {"position": by_position}
 
 
-def added_estimators(importances: Sequence[str]) -> dict[str, Score]:
-    """Those of importances that the package does not have, by `<module>:<class>`.
+def added_estimators(importances: Sequence[str], behind: Sequence[str] = ()) -> dict[str, Score]:
+    """Those of importances that the package does not have, by `<module>:<class>`, and `<importance>:<layer>` of `behind`.
 
     Raises:
         ValueError: there is no such importance, or it shows right answers.
     """
-    for path in importances:
+    layers = [(name, int(number)) for name, _, number in (one.rpartition(":") for one in behind)]
+    for path in (*importances, *(name for name, _ in layers)):
         if importance_of(path).contexts:
             raise ValueError(f"--also {path}: it shows right answers, which this study lacks")
-    return {path.removeprefix("python:"): partial(by_importance, importance=path) for path in importances}
+    added: dict[str, Score] = {
+        path.removeprefix("python:"): partial(by_importance, importance=path) for path in importances
+    }
+    for name, number in layers:
+        added[f"{name.rpartition(':')[2]} layer {number}"] = partial(behind_layer, number=number, importance=name)
+    return added
 
 
 @contextmanager

@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,11 +17,10 @@ from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.passes.segments import end_of_sequence_tokens
 from oar_plugin.passes.tokens import TokenBytes
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
-LONGEST = {"short": 100, "long": 320}
+LONGEST = {"short": 120, "long": 320}
 """Tokens at which a response is cut off."""
 ROUNDS = 4
-"""Of sampling; fewer responses are then taken as they are."""
+"""Of sampling. Where they give fewer responses than wanted, the page says how many."""
 KEPT = 32
 """Tokens whose keys and values take the memory of one with a graph, about."""
 
@@ -30,59 +28,51 @@ _FINDER = make_finder(("hash",))
 
 
 class Writer:
-    """A model with its tokenizer that writes until a blank line, as its worked examples do."""
+    """A model with its tokenizer. It writes until a blank line, as its worked examples do."""
 
     def __init__(self, name: str, device: torch.device, temperature: float, max_tokens: int) -> None:
         path = smollm2.resolved(name)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(path, padding_side="left")
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device).eval()
         self.bytes, self.temperature, self.max_tokens = TokenBytes(self.tokenizer), temperature, max_tokens
-        generation = self.model.generation_config
-        self.ends = sorted(end_of_sequence_tokens(self.tokenizer, generation))
-        known = (generation.pad_token_id, self.tokenizer.pad_token_id, *self.ends)
-        self.pad: int = next(token for token in known if token is not None)
+        self.ends = sorted(end_of_sequence_tokens(self.tokenizer, self.model.generation_config))
+        known = (self.model.generation_config.pad_token_id, self.tokenizer.pad_token_id, *self.ends)
+        self.tokenizer.pad_token_id = self.pad = next(token for token in known if token is not None)
 
-    def write(self, prompts: Sequence[Sequence[int]], longest: int) -> list[list[int]]:
-        """A response to each, with all that it wrote in the round in which the last one ended."""
+    def write(self, prompts: Sequence[str], longest: int) -> list[list[int]]:
+        """Tokens after each prompt, until all of a forward's rows have ended."""
         rows: list[list[int]] = []
-        most = max(map(len, prompts))
-        size = max(1, KEPT * self.max_tokens // (most + longest))
+        most = max(len(self.tokenizer(prompt).input_ids) for prompt in prompts) + longest
+        size = max(1, KEPT * self.max_tokens // most)
         for at in range(0, len(prompts), size):
-            part = prompts[at : at + size]
-            # On the left: responses then begin in one column.
-            token_BP = torch.tensor([[self.pad] * (most - len(ids)) + [*ids] for ids in part])
-            mask_BP = torch.tensor([[0] * (most - len(ids)) + [1] * len(ids) for ids in part])
-            written_BT = self.model.generate(
-                **{"input_ids": token_BP.to(self.model.device), "attention_mask": mask_BP.to(self.model.device)},
-                do_sample=True, temperature=self.temperature, top_k=0, top_p=1.0, repetition_penalty=1.0,
-                max_new_tokens=longest, eos_token_id=self.ends, pad_token_id=self.pad, stopping_criteria=[self._stopped],
+            given = self.tokenizer(prompts[at : at + size], padding=True, return_tensors="pt").to(self.model.device)
+            token_BT = self.model.generate(
+                input_ids=given.input_ids, attention_mask=given.attention_mask, max_new_tokens=longest, do_sample=True,
+                temperature=self.temperature, top_k=0, top_p=1.0, repetition_penalty=1.0, eos_token_id=self.ends,
+                pad_token_id=self.pad, stopping_criteria=[self._stopped],
             )  # fmt: skip
-            rows += written_BT[:, most:].tolist()
+            rows += token_BT[:, given.input_ids.shape[1] :].tolist()
         return rows
 
     def _stopped(self, token_BT: Tensor, scores: Any, **_: Any) -> Tensor:
-        ended = ["\n\n" in tail for tail in self.tokenizer.batch_decode(token_BT[:, -4:])]
+        ended = ["\n\n" in text for text in self.tokenizer.batch_decode(token_BT[:, -4:])]
         return torch.tensor(ended, device=token_BT.device)
 
-    def read(self, prompt: Sequence[int], problem: Problem, row: Sequence[int], longest: int) -> Response | None:
+    def read(self, problem: Problem, row: Sequence[int]) -> Response | None:
         """None: no answer, no reasoning before it, or cut off."""
-        pieces, written = self.bytes.pieces(row), b""
-        length = next((at + 1 for at, token in enumerate(row) if token in self.ends), None)
-        for at, piece in enumerate(pieces[:length]):
-            written += piece
-            if b"\n\n" in written:
-                length = at + 1
-                break
-        if length is None or length > longest:
-            return None
+        prompt, pieces, written, length = self.tokenizer(problem.prompt).input_ids, self.bytes.pieces(row), b"", 0
+        while b"\n\n" not in written and not (length and row[length - 1] in self.ends):
+            if length == len(row):
+                return None
+            written, length = written + pieces[length], length + 1
         segments = segment_tokens(pieces[:length], _FINDER)
         if segments is None or Segment.REASONING not in segments:
             return None
-        answer = b"".join(pieces[at] for at in np.flatnonzero(segments == Segment.ANSWER))
-        right = answer.decode(errors="replace").replace(",", "").strip(" $.\n") == problem.answer
+        answer = b"".join(pieces[at] for at in (segments == Segment.ANSWER).nonzero()[0]).decode(errors="replace")
         token_T = torch.tensor([*prompt, *row[:length]])
         segments_T = torch.tensor([int(Segment.OUTSIDE)] * len(prompt) + segments.tolist())
         words = [*self.bytes.texts(prompt), *self.bytes.texts(row[:length])]
+        right = answer.replace(",", "").strip(" $.\n") == problem.answer
         return Response(token_T, segments_T, torch.zeros(len(token_T), dtype=torch.bool), right, words)
 
 
@@ -91,29 +81,22 @@ def language_sources(
 ) -> Iterator[Source]:
     """`wanted` short responses to problems of each kind and half as many long ones, each to a problem of its own.
 
-    Raises ValueError for an unknown kind, and where a kind's problems cannot be had or no response to them has an answer.
+    Raises ValueError where no response to problems of a kind has an answer.
     """
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise ValueError(f"--tasks {unknown[0]}: allowed with --model: {', '.join(KINDS)}")
     torch.manual_seed(seed)
     for kind, (length, longest) in product(kinds, LONGEST.items()):
         count = wanted if length == "short" else (wanted + 1) // 2
         drawn = problems(kind, length == "long", seed, questions)
-        responses: list[Response] = []
-        asked = usable = right = 0
+        found: list[Response] = []
+        asked = 0
         for _ in range(ROUNDS):
-            if len(responses) >= count:
-                break
-            progress(f"{kind}, {length}: responses", len(responses), count)
-            batch = list(islice(drawn, 3 * (count - len(responses))))
-            prompts = [writer.tokenizer(problem.prompt).input_ids for problem in batch]
-            written = zip(prompts, batch, writer.write(prompts, longest), strict=True)
-            found = [one for row in written if (one := writer.read(*row, longest)) is not None]
-            asked, usable, right = asked + len(batch), usable + len(found), right + sum(one.right for one in found)
-            responses += found
-        if not responses:
+            progress(f"{kind}, {length}: responses", len(found), count)
+            batch = list(islice(drawn, 3 * max(0, count - len(found))))
+            rows = writer.write([problem.prompt for problem in batch], longest) if batch else []
+            found += filter(None, map(writer.read, batch, rows))
+            asked += len(batch)
+        if not found:
             raise ValueError(f"--tasks {kind}: the model wrote no answer to {asked} {length} problems")
-        yield Source(
-            kind, 0, writer.model, responses[:count], asked - usable, right / asked, None, length, writer.pad,
-            writer.temperature,
-        )  # fmt: skip
+        right = sum(response.right for response in found) / asked
+        more = {"length": length, "pad": writer.pad, "temperature": writer.temperature}
+        yield Source(kind, 0, writer.model, found[:count], asked - len(found), right, **more)

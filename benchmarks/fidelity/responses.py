@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,42 +46,21 @@ class Source:
     pad: int = PAD  # what padding and replaced tokens become
     temperature: float = 1.0  # that the responses were sampled at
 
-    def facts(self) -> dict[str, Any]:
-        """What a page says of the responses."""
-        reasoning = [len(response.reasoning_R) for response in self.responses]
-        tokens = [len(response.token_T) for response in self.responses]
-        return {
-            "responses": len(self.responses),
-            "unusable": self.unusable,
-            "right": self.right,
-            "faithful": self.faithful,
-            "reasoning": sum(reasoning) / len(reasoning),
-            "tokens": sum(tokens) / len(tokens),
-        }
 
-
-@dataclass(frozen=True)
 class Batch:
-    """What an estimator scores: B responses, padded on the right, where causal attention does not look."""
+    """What an estimator scores: B responses, padded on the right, where causal attention does not look.
 
-    responses: Sequence[Response]  # B of them
-    token_BT: Tensor  # int64
-    segments_BT: Tensor  # int64 of `Segment`; prompts and padding are OUTSIDE
-    mask_BT: Tensor  # bool, false at padding
-    probe: Probe  # the outcome that is watched
-    seed: int  # of signs, noise and draws
-    pad: int
-    temperature: float
-    max_tokens: int  # of a forward
+    `probe` is the outcome that is watched, `seed` that of signs, noise and draws, `max_tokens` the most of a forward.
+    """
 
-    @classmethod
-    def of(cls, source: Source, first: int | None, probe: Probe, seed: int, max_tokens: int) -> "Batch":
-        rows = source.responses[:first]
-        token_BT = pad_sequence([row.token_T for row in rows], True, source.pad)
-        segments_BT = pad_sequence([row.segments_T for row in rows], True, int(Segment.OUTSIDE))
-        mask_BT = pad_sequence([torch.ones_like(row.token_T, dtype=torch.bool) for row in rows], True, False)
-        fixed = probe, seed, source.pad, source.temperature, max_tokens
-        return cls(rows, token_BT, segments_BT, mask_BT, *fixed)
+    def __init__(self, source: Source, responses: Sequence[Response], probe: Probe, seed: int, max_tokens: int) -> None:
+        self.responses, self.probe, self.seed, self.max_tokens = responses, probe, seed, max_tokens
+        self.pad, self.temperature = source.pad, source.temperature
+        self.token_BT = pad_sequence([row.token_T for row in responses], True, source.pad)  # int64
+        # int64 of `Segment`; prompts and padding are OUTSIDE
+        self.segments_BT = pad_sequence([row.segments_T for row in responses], True, int(Segment.OUTSIDE))
+        ones = [torch.ones_like(row.token_T, dtype=torch.bool) for row in responses]
+        self.mask_BT = pad_sequence(ones, True, False)  # false at padding
 
 
 def task_sources(tasks: Sequence[str], models: int, responses: int, seed: int, progress: Progress) -> Iterator[Source]:

@@ -19,6 +19,7 @@ def judged(score_R: Tensor, reference_R: Tensor, causal_R: Tensor) -> dict[str, 
     everywhere_1R = torch.ones(1, len(score_R), dtype=torch.bool)
     return {
         "spearman": rank_correlation(score_R, reference_R),
+        "beyond": beyond_position(score_R, reference_R),
         "overlap": top_overlap(score_R, reference_R),
         "recall": causal_recall(score_R[None], everywhere_1R, causal_R[None]).item(),
     }
@@ -29,6 +30,15 @@ def rank_correlation(score_R: Tensor, reference_R: Tensor) -> float:
     if (reference_R == reference_R[0]).all() or (score_R == score_R[0]).all():
         return math.nan if (reference_R == reference_R[0]).all() else 0.0
     return float(stats.spearmanr(score_R.numpy(), reference_R.numpy()).statistic)
+
+
+def beyond_position(score_R: Tensor, reference_R: Tensor) -> float:
+    """Correlation of ranks from which the best quadratic function of a token's position is taken; 0 where nothing is left."""
+    place_R3 = np.vander(np.linspace(-1, 1, len(score_R)), 3)
+    ranks = [stats.rankdata(x_R.numpy()) for x_R in (score_R, reference_R)]
+    ours_R, theirs_R = (x_R - place_R3 @ np.linalg.lstsq(place_R3, x_R)[0] for x_R in ranks)
+    scale = math.sqrt((ours_R @ ours_R) * (theirs_R @ theirs_R))
+    return float(ours_R @ theirs_R / scale) if scale > 1e-6 else 0.0
 
 
 def largest(score_R: Tensor, share: float) -> Tensor:

@@ -3,7 +3,7 @@
 import copy
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,22 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.fidelity.estimators import REFERENCE, Score, added_estimators, counted_work
-from benchmarks.fidelity.language import KINDS, Writer, language_sources
+from benchmarks.fidelity.language import Writer, language_sources
 from benchmarks.fidelity.pictures import draw, page_of
-from benchmarks.fidelity.responses import Batch, Source, task_sources
+from benchmarks.fidelity.responses import Batch, Response, Source, task_sources
 from benchmarks.fidelity.scores import judged, top_overlap
-from benchmarks.fidelity.tables import AGAIN, BASELINE, BF16, BY_PROBE, DRAWN, MAIN, Findings, notes_of, tables_of
+from benchmarks.fidelity.tables import AGAIN, BASELINE, BF16, BY_PROBE, DRAWN, MAIN, PART, Findings, notes_of, tables_of
 from benchmarks.language import smollm2
-from benchmarks.language.problems import problems
+from benchmarks.language.problems import KINDS, problems
 from benchmarks.machine import Device, choose_device, timed
 from benchmarks.report import Progress, Report
 from benchmarks.workload import check_at_least_one
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.probe import PROBES, Probe
 from oar_plugin.passes.plain import log_probs
-
-PART = 16
-"""Responses of each source that are judged in other ways than the first."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class Settings:
     """A warm model; with --model short ones of each kind, and half as many long ones."""
     also: tuple[str, ...] = ()
     """Importances of yours: python:<module>:<class>."""
-    bf16: bool = True
-    """Whether weights and computation in bfloat16 are judged too. The reference is float32."""
+    behind: tuple[str, ...] = ()
+    """Importances at hidden states in place of embeddings: <importance>:<layer>, with gradients alone."""
     probe: Probe = OarConfig().probe
     """The outcome that is watched. The others get a table."""
     max_tokens: int = 2048
@@ -65,7 +62,7 @@ class Settings:
         check_at_least_one(self, "models", "responses", "max_tokens")
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature}: must be above 0")
-        added_estimators(self.also)
+        added_estimators(self.also, self.behind)
         if self.model is not None:
             smollm2.resolved(self.model)
             for kind in self.kinds:
@@ -75,18 +72,6 @@ class Settings:
     def kinds(self) -> tuple[Any, ...]:
         """The tasks of a language model."""
         return self.tasks or KINDS
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to run some estimators."""
-
-    name: str
-    estimators: Iterable[str]
-    probe: Probe
-    seed: int
-    dtype: torch.dtype = torch.float32
-    responses: int | None = PART  # of each source, the first ones
 
 
 def measure(settings: Settings, progress: Progress) -> Report:
@@ -106,36 +91,47 @@ def measure(settings: Settings, progress: Progress) -> Report:
 def report_on(settings: Settings, sources: Iterable[Source], progress: Progress) -> Report:
     """Judge every estimator on every source."""
     device = choose_device(settings.device)
-    findings = Findings(settings.probe, added_estimators(settings.also))
+    findings = Findings(settings.probe, added_estimators(settings.also, settings.behind))
+    every = findings.estimators
+    # Name, estimators, probe, seed and dtype of each way to run some of them.
+    ways: list[tuple[str, Sequence[str], Probe, int, torch.dtype]] = [
+        (MAIN, list(every), settings.probe, settings.seed, torch.float32),
+        (BF16, findings.own, settings.probe, settings.seed, torch.bfloat16),
+        (AGAIN, [name for name in DRAWN if name in every], settings.probe, settings.seed + 1, torch.float32),
+    ]
+    by_probe = [name for name in BY_PROBE if name in every]
+    others = [probe for probe in PROBES if probe != settings.probe]
+    ways += [(probe, by_probe, probe, settings.seed, torch.float32) for probe in others]
     copied = functools.lru_cache(maxsize=2)(_copy)
     for source in sources:
         key = {"task": source.task, "length": source.length, "model": f"model {source.number}"}
-        findings.sources.append({**key, **source.facts()})
+        findings.add(key, source)
         rows = [(response.token_T[:1], response.token_T[1:]) for response in source.responses]
-        float32 = copied(source.model, device, torch.float32)
-        plain = partial(log_probs, float32, rows, source.temperature, settings.max_tokens)
+        plain = partial(log_probs, copied(source.model, device, torch.float32), rows, 1.0, settings.max_tokens)
         plain()  # the first forwards on a device take longer
         one_forward = timed(plain, device)
         main: dict[str, list[Tensor]] = {}
-        for variant in _variants(settings, findings):
-            model = copied(source.model, device, variant.dtype)
-            batch = Batch.of(source, variant.responses, variant.probe, variant.seed, settings.max_tokens)
+        for way, names, probe, seed, dtype in ways:
+            model = copied(source.model, device, dtype)
+            responses = source.responses if way == MAIN else source.responses[:PART]
+            batch = Batch(source, responses, probe, seed, settings.max_tokens)
             scores: dict[str, list[Tensor]] = {}
-            for name in variant.estimators:
-                progress(f"{source.task} {source.length}, model {source.number}, {variant.name}: {name}")
+            for name in names:
+                progress(f"{' '.join(key.values())}, {way}: {name}")
                 begin = time.perf_counter()
                 with counted_work(model) as work:
-                    scores[name] = _scores(model, batch, findings.estimators[name])
-                if variant.name == MAIN:
+                    scores[name] = _scores(model, batch, every[name])
+                if way == MAIN:
                     passes = {way: work[way] / int(batch.mask_BT.sum()) for way in ("forward", "backward")}
                     passes["time"] = (time.perf_counter() - begin) / one_forward
                     findings.costs.append({**key, "estimator": name, **passes})
             main = main or scores
-            exact = main if variant.probe == settings.probe else scores
-            judged_rows = _judged(batch, scores, exact[REFERENCE], main)
-            findings.judged += [{**key, "variant": variant.name, **row} for row in judged_rows]
+            exact = scores if probe in others else main
+            findings.judged += [
+                {**key, "way": way, **row} for row in _judged(responses, scores, exact[REFERENCE], main)
+            ]
         right = [response.right for response in source.responses]
-        if source.number == 0 and source.length != "long":
+        if source.number == 0 and source.length != "long":  # long ones would fill the page
             for i in [right.index(wanted) for wanted in (True, False) if wanted in right]:
                 example = {name: of_responses[i] for name, of_responses in main.items()}
                 findings.examples.append((source.task, source.responses[i], example))
@@ -148,18 +144,6 @@ def report_on(settings: Settings, sources: Iterable[Source], progress: Progress)
         figure=partial(draw, findings),
         extra={"html": page_of(findings)},
     )
-
-
-def _variants(settings: Settings, findings: Findings) -> Iterator[Variant]:
-    """The reference's own first; all that need no other scores than the first one's."""
-    every, at = findings.estimators, (settings.probe, settings.seed)
-    yield Variant(MAIN, every, *at, responses=None)
-    if settings.bf16:
-        yield Variant(BF16, findings.own, *at, torch.bfloat16)
-    yield Variant(AGAIN, [name for name in DRAWN if name in every], settings.probe, settings.seed + 1)
-    for probe in PROBES:
-        if probe != settings.probe:
-            yield Variant(probe, [name for name in BY_PROBE if name in every], probe, settings.seed)
 
 
 def _copy(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -178,10 +162,13 @@ def _scores(model: nn.Module, batch: Batch, score: Score) -> list[Tensor]:
 
 
 def _judged(
-    batch: Batch, scores: Mapping[str, list[Tensor]], reference: list[Tensor], main: Mapping[str, list[Tensor]]
+    responses: Sequence[Response],
+    scores: Mapping[str, list[Tensor]],
+    reference: list[Tensor],
+    main: Mapping[str, list[Tensor]],
 ) -> Iterable[dict[str, Any]]:
     """A row for each estimator on each response; `own` is the overlap with what it says itself in the first variant."""
-    for index, response in enumerate(batch.responses):
+    for index, response in enumerate(responses):
         here = {name: of_responses[index] for name, of_responses in scores.items()}
         causal_R = response.causal_T[response.reasoning_R]
         rows = {name: judged(score_R, reference[index], causal_R) for name, score_R in here.items()}

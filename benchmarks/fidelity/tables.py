@@ -9,7 +9,7 @@ import pandas as pd
 from torch import Tensor
 
 from benchmarks.fidelity.estimators import REFERENCE, Score, package_estimators
-from benchmarks.fidelity.responses import Response
+from benchmarks.fidelity.responses import Response, Source
 from benchmarks.fidelity.scores import mean_over_groups
 from benchmarks.language import smollm2
 from benchmarks.report import Table
@@ -21,9 +21,11 @@ BASELINE = f"{DEFAULT} 1"
 """What others are compared with: the package's default importance."""
 
 MAIN, BF16, AGAIN = "float32", "bfloat16", "another seed"
-"""Variants; those of other probes have their names."""
+"""Ways to run estimators. Those with another probe have its name."""
 DRAWN = (BASELINE, "oar_g 1", "decision 1", "oar_p sampled")
 """What is judged with another seed."""
+PART = 16
+"""Responses of each source, the first ones, that are judged in other ways than `MAIN`."""
 BY_PROBE = (REFERENCE, BASELINE, "oar_g 1")
 """What is judged under other probes."""
 
@@ -38,7 +40,7 @@ Example: TypeAlias = tuple[str, Response, dict[str, Tensor]]
 class Findings:
     """What was measured with the package's estimators and those of `--also`.
 
-    `judged` has a row for each source, variant, estimator and response, `costs` for each source and estimator.
+    `judged` has a row for each source, way, estimator and response, `costs` for each source and estimator.
     """
 
     probe: Probe
@@ -57,14 +59,18 @@ class Findings:
         """Each importance at its own cost."""
         return list({name.split()[0]: name for name in reversed(self.estimators)}.values())
 
-    @cached_property
-    def variants(self) -> dict[str, pd.DataFrame]:
-        """`judged` of each variant."""
-        return dict(list(pd.DataFrame(self.judged).groupby("variant", sort=False)))
+    def add(self, key: dict[str, Any], source: Source) -> None:
+        reasoning = sum(len(response.reasoning_R) for response in source.responses) / len(source.responses)
+        counts = {"scored": len(source.responses), "left out": source.unusable, "reasoning tokens": reasoning}
+        self.sources.append({**key, **counts, "right": source.right, "faithful": source.faithful})
 
     @cached_property
     def main(self) -> pd.DataFrame:
-        return self.variants[MAIN]
+        return self.rows(MAIN)
+
+    def rows(self, way: str) -> pd.DataFrame:
+        """`judged` of a way."""
+        return pd.DataFrame([row for row in self.judged if row["way"] == way])
 
     @property
     def causal(self) -> bool:
@@ -74,7 +80,7 @@ class Findings:
     @cached_property
     def summary(self) -> pd.DataFrame:
         """By estimator, the best first: an `Estimate` of each metric in float32, and costs."""
-        metrics = ("spearman", "overlap", "gain", "recall")
+        metrics = ("spearman", "beyond", "overlap", "gain", "recall")
         groups = self.main.groupby("estimator", sort=False)
         found = {name: {metric: estimate(rows, metric) for metric in metrics} for name, rows in groups}
         costs = pd.DataFrame(self.costs).groupby("estimator")
@@ -89,8 +95,8 @@ class Findings:
 
     def runs(self) -> dict[str, Any]:
         """For the JSON: means over each source's right and wrong responses, and costs."""
-        groups = pd.DataFrame(self.judged).groupby([*GROUP, "variant", "estimator", "answer"], sort=False)
-        means = groups[["spearman", "overlap", "recall", "own"]].mean().round(4)
+        groups = pd.DataFrame(self.judged).groupby([*GROUP, "way", "estimator", "answer"], sort=False)
+        means = groups[["spearman", "beyond", "overlap", "recall", "own"]].mean().round(4)
         means = means.assign(responses=groups.size()).reset_index()
         columns = means.astype(object).where(means.notna(), None).to_dict("list")
         costs = pd.DataFrame(self.costs).round(4).to_dict("list")
@@ -109,44 +115,47 @@ def plus_minus(found: Estimate, sign: str = "") -> str:
 
 def tables_of(findings: Findings) -> list[Table]:
     """The most important first."""
-    tables = [_main(findings), _probes(findings)]
+    tables = [_main(findings), _probes(findings), _sampled(findings)]
     for column in ("task", "length", "answer", "model"):
         if findings.main[column].nunique() > 1:
             known = TITLES if findings.causal else ("overlap",)
             tables += [_split(findings, f"{TITLES[metric]}, by {column}", column, metric) for metric in known]
-    return [*tables, _sampled(findings)]
+    return tables
 
 
 def _main(findings: Findings) -> Table:
-    own = {
-        variant: dict(list(findings.variants[variant].groupby("estimator")))
-        for variant in (BF16, AGAIN)
-        if variant in findings.variants
-    }
-    columns = ["estimator", "Spearman", "top 20 %", f"less {BASELINE}", *["causal recall"] * findings.causal]
-    columns += ["forward", "backward", "time", *(f"top 20 %, {variant}" for variant in own)]
-    columns += [f"its own in {variant}" for variant in own]
+    halves, again = (dict(list(findings.rows(way).groupby("estimator"))) for way in (BF16, AGAIN))
+    elsewhere = {f"top 20 %, {BF16}": (halves, "overlap"), f"itself in {BF16}": (halves, "own")}
+    elsewhere[f"itself with {AGAIN}"] = again, "own"
+    columns = [
+        "estimator",
+        "Spearman",
+        "beyond position",
+        "top 20 %",
+        f"less {BASELINE}",
+        *["causal recall"] * findings.causal,
+    ]
     lines = []
     for name, row in findings.summary.iterrows():
-        line = [name, f"{row.spearman.value:.2f}", plus_minus(row.overlap)]
+        line = [name, f"{row.spearman.value:.2f}", plus_minus(row.beyond), plus_minus(row.overlap)]
         line += ["" if name == BASELINE else plus_minus(row.gain, "+"), *[plus_minus(row.recall)] * findings.causal]
         line += [f"{row[cost]:.1f}" for cost in ("forward", "backward", "time")]
-        for metric in ("overlap", "own"):
-            line += [plus_minus(estimate(rows[name], metric)) if name in rows else "" for rows in own.values()]
+        line += [plus_minus(estimate(rows[name], of)) if name in rows else "" for rows, of in elsewhere.values()]
         lines.append(line)
-    return Table("Estimators against exact OAR-P (float32)", columns, lines)
+    return Table(
+        "Estimators against exact OAR-P (float32)", [*columns, "forward", "backward", "time", *elsewhere], lines
+    )
 
 
 def _probes(findings: Findings) -> Table:
     """Each probe's estimates against its own exact OAR-P, and the exact ones against that of the first."""
-    names = [name for name in BY_PROBE if name in findings.estimators and name != REFERENCE]
+    names = [name for name in BY_PROBE[1:] if name in findings.estimators]
     lines = []
-    for variant in (MAIN, *(probe for probe in PROBES if probe != findings.probe)):
-        rows = dict(list(findings.variants[variant].groupby("estimator")))
-        exact = plus_minus(estimate(rows[REFERENCE], "own"))
-        lines.append([findings.probe if variant == MAIN else variant, exact])
-        lines[-1] += [plus_minus(estimate(rows[name], "overlap")) for name in names]
-    columns = ("probe", f"exact, with that of {findings.probe}", *names)
+    for way in (MAIN, *(probe for probe in PROBES if probe != findings.probe)):
+        rows = dict(list(findings.rows(way).groupby("estimator")))
+        line = [findings.probe if way == MAIN else way, plus_minus(estimate(rows[REFERENCE], "own"))]
+        lines.append([*line, *(plus_minus(estimate(rows[name], "overlap")) for name in names)])
+    columns = "probe", f"its exact one with that of {findings.probe}", *names
     return Table("Probes: overlap of the top 20 % with exact OAR-P of the same probe", columns, lines)
 
 
@@ -163,29 +172,29 @@ def _split(findings: Findings, title: str, column: str, metric: str) -> Table:
 def _sampled(findings: Findings) -> Table:
     lines = []
     for source in findings.sources:
+        counts = (f"{source[name]:.0f}" for name in ("scored", "left out", "reasoning tokens"))
         shares = ("" if source[name] is None else f"{source[name]:.0%}" for name in ("right", "faithful"))
-        name = " ".join(filter(None, (source[name] for name in GROUP)))
-        counts = (f"{source[name]:.0f}" for name in ("responses", "unusable", "reasoning", "tokens"))
-        lines.append([name, *counts, *shares])
-    return Table(
-        "What was sampled", ("source", "scored", "left out", "reasoning tokens", "tokens", "right", "faithful"), lines
-    )
+        lines.append([" ".join(filter(None, map(source.get, GROUP))), *counts, *shares])
+    return Table("What was sampled", ("source", *list(findings.sources[0])[len(GROUP) :]), lines)
 
 
 def notes_of(findings: Findings, model: str | None) -> list[str]:
     """What benchmarks/README.md says about how the study is kept fair is not repeated."""
     notes = [
-        f"{sum(source['responses'] for source in findings.sources)} responses; probe {findings.probe}. Spearman and overlap of "
-        "the 20 % largest scores are with exact OAR-P (PAD) in float32, TF32 off; `its own` is the overlap of an estimator's "
-        "scores with what it says itself in float32 with the first seed.",
-        "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each task, length and model. "
-        "They say nothing about other models.",
-        "Passes count tokens that went through the layers, over those of the responses with their prompts: masked copies read "
-        "the prefix from a cache. A backward to the inputs alone costs about a forward. Time: seconds for all responses over "
-        "those of one forward with logits, the median over sources.",
-        "Names: `fisher 4`: mean of 4 draws; `oar_p sampled`: replaced by a drawn token in place of padding; "
-        "`hybrid 0.3`: exact copies of 30 %.",
-        "Left out: responses without an answer, without reasoning, or cut off. Right: of all that were sampled.",
+        f"{len(findings.main) // len(findings.estimators)} responses; probe {findings.probe}. Spearman and overlap of the 20 % "
+        "largest scores are with exact OAR-P (PAD) in true float32 (no TF32). `itself`: overlap of an estimator's scores with "
+        "its own in float32. Columns of bfloat16 and of another seed, and other probes: the first "
+        f"{PART} responses of each source.",
+        "Beyond position: correlation of ranks, without the best quadratic function of the position; `position` is the place "
+        "in the response, which knows nothing of the answer.",
+        "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each source. They say nothing "
+        "about other models.",
+        "Passes count tokens that went through the layers, over those of prompts and responses: masked copies read the prefix "
+        "from a cache. A backward to the inputs alone costs about a forward. Time: seconds of all responses over those of a "
+        "forward with logits, the median over sources.",
+        "Names: `fisher 4`: mean of 4 draws; `oar_p sampled`: a token is replaced by a drawn one; `hybrid 0.3`: exact copies "
+        "of 30 %.",
+        "Left out: without an answer, without reasoning, or cut off. Right: share of all that were sampled.",
     ]
     if findings.causal:
         notes.append(
@@ -193,6 +202,4 @@ def notes_of(findings: Findings, model: str | None) -> list[str]:
             "the last step's are in reach of the answer once it is teacher-forced: no such score reaches 1. Faithful: share of "
             "the answers that repeat the model's own results."
         )
-    if model == smollm2.NAME:
-        notes.append(smollm2.SOURCE)
-    return notes
+    return [*notes, *[smollm2.SOURCE] * (model == smollm2.NAME)]

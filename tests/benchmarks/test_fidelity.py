@@ -31,7 +31,7 @@ def response(length, seed=0):
 
 def batch_of(*lengths):
     rows = [response(length, seed) for seed, length in enumerate(lengths)]
-    return Batch.of(Source("made", 0, build_model(0), rows, 0, 0.5), None, "answer_mean", 0, 2**11)
+    return Batch(Source("made", 0, build_model(0), rows, 0, 0.5), rows, "answer_mean", 0, 2**11)
 
 
 PASSES = {"fisher 1": (1, 1), "fisher 4": (4, 4), "oar_g 4": (5, 4), "entropy": (1, 0), "random": (0, 0)}
@@ -86,8 +86,8 @@ def test_the_report_has_every_estimator(monkeypatch):
         assert f'<span class="who">{name}</span>' in report.extra["html"]
     means = pd.DataFrame(json.loads(report.to_json())["runs"]["means"])
     counts = {"float32": 4, "bfloat16": 4, "another seed": 1, "last": 2, "answer_joint": 2}
-    assert means.groupby("variant").size().to_dict() == {name: 4 * n for name, n in counts.items()}, (
+    assert means.groupby("way").size().to_dict() == {name: 4 * n for name, n in counts.items()}, (
         "tasks, right and wrong"
     )
-    exact = means[(means["estimator"] == REFERENCE) & means["variant"].isin(["float32", "last", "answer_joint"])]
+    exact = means[(means["estimator"] == REFERENCE) & means["way"].isin(["float32", "last", "answer_joint"])]
     assert (exact[["overlap", "spearman"]] == 1).all(axis=None), "each probe has a reference of its own"

@@ -58,9 +58,12 @@ def test_problems_have_worked_examples_and_the_right_answer(kind, long, question
         assert eval(asked.partition("is ")[2].partition("?")[0]) == int(first.answer)
 
 
-def test_gsm8k_needs_its_file():
-    with pytest.raises(ValueError, match="--questions None"):
-        Settings(model="made", tasks=("gsm8k",)).check()
+@pytest.mark.parametrize(
+    ("kind", "told"), [("gsm8k", "--questions None"), ("lookup", "--tasks lookup: allowed with --model: words")]
+)
+def test_what_has_no_problems_is_told_at_the_start(kind, told):
+    with pytest.raises(ValueError, match=told):
+        Settings(model="made", tasks=(kind,)).check()
 
 
 def test_a_response_ends_at_a_blank_line_and_its_answer_is_compared(made):
@@ -68,8 +71,8 @@ def test_a_response_ends_at_a_blank_line_and_its_answer_is_compared(made):
     (problem,) = islice(problems("words"), 1)
     prompt = writer.tokenizer(problem.prompt).input_ids
 
-    def read(text, longest=100):
-        return writer.read(prompt, problem, writer.tokenizer(text).input_ids, longest)
+    def read(text):
+        return writer.read(problem, writer.tokenizer(text).input_ids)
 
     right = read(WRITTEN.format(problem.answer))
     assert right.right
@@ -79,11 +82,10 @@ def test_a_response_ends_at_a_blank_line_and_its_answer_is_compared(made):
         == problem.answer
     )
     assert not read(WRITTEN.format("99")).right
-    assert read(WRITTEN.format("99"), longest=20) is None, "cut off"
+    assert read(" 3 + 4 = 7.\n#### 7\n") is None, "cut off"
     assert read(" 3 + 4 = 7.\n\n") is None, "no answer"
     assert read("#### 7\n\n") is None, "no reasoning"
-    rows = writer.write([prompt[:9], prompt[:5]], 12)
-    assert [len(row) for row in rows] == [12, 12]
+    assert [len(row) for row in writer.write([problem.prompt, "Question:"], 12)] == [12, 12]
 
 
 def test_the_study_of_a_language_model(made, questions, monkeypatch):
@@ -95,9 +97,7 @@ def test_the_study_of_a_language_model(made, questions, monkeypatch):
         return [self.tokenizer(WRITTEN.format(1 + n)).input_ids for n in range(len(prompts))]
 
     monkeypatch.setattr(Writer, "write", write)
-    settings = Settings(
-        model=made, tasks=("words", "gsm8k"), questions=questions, responses=2, device="cpu", bf16=False
-    )
+    settings = Settings(model=made, tasks=("words", "gsm8k"), questions=questions, responses=2, device="cpu")
     settings.check()
     report = measure(settings, silent)
     report.machine = None
@@ -106,8 +106,6 @@ def test_the_study_of_a_language_model(made, questions, monkeypatch):
     assert "| gsm8k long model 0 | 1 |" in page
     assert "causal" not in page
     assert "pens" in report.extra["html"]
-    with pytest.raises(ValueError, match="--tasks lookup: allowed with --model: words"):
-        measure(Settings(model=made, tasks=("lookup",), device="cpu"), silent)
 
 
 @pytest.mark.skipif(smollm2.missing() is not None, reason=f"{smollm2.missing()}")
@@ -118,6 +116,5 @@ def test_smollm2s_answer_depends_most_on_its_last_result(monkeypatch):
     )
     writer = Writer("smollm2", CPU, 0.7, 2**11)
     source = next(language_sources(writer, ["words"], 1, 0, None, silent))
-    batch = Batch.of(source, None, "answer_mean", 0, 2**11)
-    (response,), (score_T,) = batch.responses, package_estimators()[REFERENCE](writer.model, batch)
-    assert response.words[int(score_T.argmax())] == "7"
+    (score_T,) = package_estimators()[REFERENCE](writer.model, Batch(source, source.responses, "answer_mean", 0, 2**11))
+    assert source.responses[0].words[int(score_T.argmax())] == "7"
