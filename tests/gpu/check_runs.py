@@ -12,7 +12,10 @@ from tests.processes import run
 RUN_S = 1500
 BENCHMARK = ("tyro", "rich", "matplotlib", "pandas")
 RUN = ("verl", "vllm", "ray", "math_verify", "pebble", "pandas", "tyro", "matplotlib")
-ROLLOUT = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+ROLLOUT = [
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
+]
 ACTOR = "actor_rollout_ref.actor"
 # Tiny responses have too few spans of eight tokens: a copy for every token.
 COPIES = ["algorithm.oar.perturbation.span=1", "algorithm.oar.perturbation.budget=null"]
@@ -27,7 +30,7 @@ def recipe(name, gpus, *overrides, packages=()):
 
 def sizes(gpus, overrides):
     """Overrides of a recipe's smoke test on GPUs, beside `+cpu_smoke=tiny`."""
-    return [f"trainer.n_gpus_per_node={gpus}", ROLLOUT, *overrides]
+    return [f"trainer.n_gpus_per_node={gpus}", *ROLLOUT, *overrides]
 
 
 @pytest.mark.parametrize(
