@@ -26,7 +26,7 @@ def response(length, seed=0):
     token_T = torch.randint(PAD, (length,), generator=torch.Generator().manual_seed(seed))
     segments_T = torch.tensor([0] * 4 + [1] * (length - 8) + [2, 3, 3, 4])
     causal_T = torch.isin(torch.arange(length), torch.tensor([6, 8]))
-    return Response(token_T, segments_T, causal_T, seed != 1, ["w"] * length)
+    return Response(token_T, segments_T, causal_T, seed != 1, "a question", ["w"] * (length - 4))
 
 
 def batch_of(*lengths):
