@@ -42,7 +42,6 @@ class Source:
     responses: list[Response]
     unusable: int  # responses without an answer or without reasoning, which are not among them
     right: float  # share of right answers of all that were sampled
-    faithful: float | None = None  # share of the answers that repeat the results that the model wrote itself
     length: str = ""  # `short` or `long`, of a language model
     pad: int = PAD  # what padding and replaced tokens become
     temperature: float = 1.0  # that the responses were sampled at
@@ -84,7 +83,7 @@ def _source(name: str, number: int, wanted: int, seed: int, progress: Progress) 
     generator = torch.Generator().manual_seed(seed)
     problems = task.problems(10**6 + seed)
     responses: list[Response] = []
-    asked = right = faithful = unusable = 0
+    asked = right = unusable = 0
     while len(responses) < wanted:
         if asked > 4 * wanted + 64:
             raise ValueError(f"--tasks {name}: warm model {number} wrote {len(responses)} answers to {asked} problems")
@@ -104,7 +103,4 @@ def _source(name: str, number: int, wanted: int, seed: int, progress: Progress) 
             words = [f"{EVERY[token]} " for token in row[:after]]
             asks = text(problem.prompt)
             responses.append(Response(token_T, segments_T, causal_T, reading.right, asks, words))
-            answer_N = token_T[segments_T == Segment.ANSWER]
-            faithful += torch.equal(answer_N, token_T[causal_T][-len(answer_N) :])
-    shares = right / asked, faithful / len(responses)
-    return Source(name, number, model, responses[:wanted], unusable, *shares)
+    return Source(name, number, model, responses[:wanted], unusable, right / asked)
