@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -198,4 +199,6 @@ def notes_of(findings: Findings, model: str | None) -> list[str]:
             "Recall: share of the known causal tokens (results of steps) among as many top scores. In chain and lookup only "
             "the last step's are in reach of the answer once it is teacher-forced: no such score reaches 1."
         )
-    return [*notes, *[smollm2.SOURCE] * (model == smollm2.NAME)]
+    if model is not None and Path(model).name.startswith(smollm2.NAME):  # its folder too
+        notes.append(smollm2.SOURCE)
+    return notes
