@@ -1,12 +1,12 @@
 """Responses of a language model to problems with worked examples, short and long, right and wrong."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.fidelity.responses import Response, Source
@@ -28,7 +28,7 @@ _FINDER = make_finder(("hash",))
 
 
 class Writer:
-    """A model with its tokenizer. It writes until a blank line, as its worked examples do."""
+    """A model with its tokenizer and chat template."""
 
     def __init__(self, name: str, device: torch.device, temperature: float, max_tokens: int) -> None:
         path = smollm2.resolved(name)
@@ -39,41 +39,38 @@ class Writer:
         known = (self.model.generation_config.pad_token_id, self.tokenizer.pad_token_id, *self.ends)
         self.tokenizer.pad_token_id = self.pad = next(token for token in known if token is not None)
 
-    def write(self, prompts: Sequence[str], longest: int) -> list[list[int]]:
-        """Tokens after each prompt, until all of a forward's rows have ended."""
-        rows: list[list[int]] = []
-        most = max(len(self.tokenizer(prompt).input_ids) for prompt in prompts) + longest
-        size = max(1, KEPT * self.max_tokens // most)
+    def write(self, chats: Sequence[Any], longest: int) -> list[tuple[list[int], list[int]]]:
+        """Tokens of each prompt, and what was written after it, with padding."""
+        encode = partial(self.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=True)
+        prompts = [encode(chat)["input_ids"] for chat in chats]
+        most, rows = max(map(len, prompts)), list[list[int]]()
+        size = max(1, KEPT * self.max_tokens // (most + longest))
         for at in range(0, len(prompts), size):
-            given = self.tokenizer(prompts[at : at + size], padding=True, return_tensors="pt").to(self.model.device)
+            given = self.tokenizer.pad({"input_ids": prompts[at : at + size]}, return_tensors="pt").to(
+                self.model.device
+            )
             token_BT = self.model.generate(
                 input_ids=given.input_ids, attention_mask=given.attention_mask, max_new_tokens=longest, do_sample=True,
                 temperature=self.temperature, top_k=0, top_p=1.0, repetition_penalty=1.0, eos_token_id=self.ends,
-                pad_token_id=self.pad, stopping_criteria=[self._stopped],
+                pad_token_id=self.pad,
             )  # fmt: skip
             rows += token_BT[:, given.input_ids.shape[1] :].tolist()
-        return rows
+        return list(zip(prompts, rows, strict=True))
 
-    def _stopped(self, token_BT: Tensor, scores: Any, **_: Any) -> Tensor:
-        ended = ["\n\n" in text for text in self.tokenizer.batch_decode(token_BT[:, -4:])]
-        return torch.tensor(ended, device=token_BT.device)
-
-    def read(self, problem: Problem, row: Sequence[int]) -> Response | None:
+    def read(self, problem: Problem, prompt: Sequence[int], row: Sequence[int]) -> Response | None:
         """None: no answer, no reasoning before it, or cut off."""
-        prompt, pieces, written, length = self.tokenizer(problem.prompt).input_ids, self.bytes.pieces(row), b"", 0
-        while b"\n\n" not in written and not (length and row[length - 1] in self.ends):
-            if length == len(row):
-                return None
-            written, length = written + pieces[length], length + 1
-        segments = segment_tokens(pieces[:length], _FINDER)
+        length = next((at + 1 for at, token in enumerate(row) if token in self.ends), 0)
+        pieces = self.bytes.pieces(row[:length])
+        segments = segment_tokens(pieces, _FINDER)
         if segments is None or Segment.REASONING not in segments:
             return None
         answer = b"".join(pieces[at] for at in (segments == Segment.ANSWER).nonzero()[0]).decode(errors="replace")
+        right = answer.replace(",", "").strip(" $.") == problem.answer
         token_T = torch.tensor([*prompt, *row[:length]])
         segments_T = torch.tensor([int(Segment.OUTSIDE)] * len(prompt) + segments.tolist())
-        words = [*self.bytes.texts(prompt), *self.bytes.texts(row[:length])]
-        right = answer.replace(",", "").strip(" $.\n") == problem.answer
-        return Response(token_T, segments_T, torch.zeros(len(token_T), dtype=torch.bool), right, words)
+        causal_T = torch.zeros(len(token_T), dtype=torch.bool)
+        question = problem.prompt[-1]["content"]
+        return Response(token_T, segments_T, causal_T, right, question, self.bytes.texts(row[:length]))
 
 
 def language_sources(
@@ -90,11 +87,11 @@ def language_sources(
         found: list[Response] = []
         asked = 0
         for _ in range(ROUNDS):
-            progress(f"{kind}, {length}: responses", len(found), count)
-            batch = list(islice(drawn, 3 * max(0, count - len(found))))
-            rows = writer.write([problem.prompt for problem in batch], longest) if batch else []
-            found += filter(None, map(writer.read, batch, rows))
-            asked += len(batch)
+            if batch := list(islice(drawn, 3 * max(0, count - len(found)))):
+                progress(f"{kind}, {length}: responses", len(found), count)
+                rows = writer.write([problem.prompt for problem in batch], longest)
+                found += filter(None, (writer.read(problem, *row) for problem, row in zip(batch, rows, strict=True)))
+                asked += len(batch)
         if not found:
             raise ValueError(f"--tasks {kind}: the model wrote no answer to {asked} {length} problems")
         right = sum(response.right for response in found) / asked

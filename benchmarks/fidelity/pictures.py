@@ -57,21 +57,22 @@ def _article(task: str, response: Response, scores: Mapping[str, Tensor], names:
     own_T = response.segments_T != Segment.OUTSIDE
     segments_L = response.segments_T[own_T]
     reasoning_L = segments_L == Segment.REASONING
-    words = [word for word, own in zip(response.words, own_T.tolist(), strict=True) if own]
 
     def line(name: str, weight_L: Tensor, importance_L: Tensor) -> str:
-        tokens = _HTML.shaded(zip(words, weight_L.tolist(), importance_L.tolist(), segments_L.tolist(), strict=True))
+        tokens = _HTML.shaded(
+            zip(response.words, weight_L.tolist(), importance_L.tolist(), segments_L.tolist(), strict=True)
+        )
         return f'<span class="who">{escape(name)}</span>{tokens}'
 
     causal_L = response.causal_T[own_T].double()
     lines = [line("known to be causal", 1 + 3 * causal_L, causal_L)] if causal_L.any() else []
     for name in names:
-        importance_L = torch.zeros(len(words), dtype=torch.float64).masked_scatter(reasoning_L, scores[name])
+        importance_L = torch.zeros(len(segments_L), dtype=torch.float64).masked_scatter(reasoning_L, scores[name])
         on_scale_L = (importance_L * scores[REFERENCE].sum() / scores[name].sum().clamp_min(1e-30)).clamp_min(0.0)
         lines.append(line(name, bi_level(on_scale_L[None], reasoning_L[None])[0], importance_L))
     chip = f"{escape(task)}, {'right' if response.right else 'wrong'} answer"
-    question = "".join(response.words[: len(own_T) - len(words)]).rpartition("\n\n")[2]  # without worked examples
-    return f'<article><header><span class="chip">{chip}</span></header><pre>{escape(question)}</pre>{"".join(lines)}</article>'
+    asked = f"<pre>{escape(response.question)}</pre>"
+    return f'<article><header><span class="chip">{chip}</span></header>{asked}{"".join(lines)}</article>'
 
 
 _ENVIRONMENT = jinja2.Environment(

@@ -12,7 +12,7 @@ from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.warm_start import warm_model
 from benchmarks.report import Progress
 from benchmarks.tiny.model import sample
-from benchmarks.tiny.words import EVERY, PAD
+from benchmarks.tiny.words import EVERY, PAD, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.probe import Probe
 
@@ -25,7 +25,8 @@ class Response:
     segments_T: Tensor  # int64 of `Segment`; the prompt is OUTSIDE
     causal_T: Tensor  # bool, the tokens that are known to decide the answer
     right: bool  # whether the answer is
-    words: Sequence[str]  # the text of each token, T of them
+    question: str  # the prompt's text, without worked examples
+    words: Sequence[str]  # the text of each of the response's tokens
 
     @property
     def reasoning_R(self) -> Tensor:
@@ -41,7 +42,6 @@ class Source:
     responses: list[Response]
     unusable: int  # responses without an answer or without reasoning, which are not among them
     right: float  # share of right answers of all that were sampled
-    faithful: float | None = None  # share of the answers that repeat the results that the model wrote itself
     length: str = ""  # `short` or `long`, of a language model
     pad: int = PAD  # what padding and replaced tokens become
     temperature: float = 1.0  # that the responses were sampled at
@@ -83,7 +83,7 @@ def _source(name: str, number: int, wanted: int, seed: int, progress: Progress) 
     generator = torch.Generator().manual_seed(seed)
     problems = task.problems(10**6 + seed)
     responses: list[Response] = []
-    asked = right = faithful = unusable = 0
+    asked = right = unusable = 0
     while len(responses) < wanted:
         if asked > 4 * wanted + 64:
             raise ValueError(f"--tasks {name}: warm model {number} wrote {len(responses)} answers to {asked} problems")
@@ -100,9 +100,7 @@ def _source(name: str, number: int, wanted: int, seed: int, progress: Progress) 
             token_T = torch.tensor([*problem.prompt, *row[:after]])
             segments_T = torch.tensor([int(Segment.OUTSIDE)] * before + reading.segments.tolist())
             causal_T = torch.tensor([place in reading.causal for place in range(-before, after)])
-            words = [f"{EVERY[token]} " for token in token_T]
-            responses.append(Response(token_T, segments_T, causal_T, reading.right, words))
-            answer_N = token_T[segments_T == Segment.ANSWER]
-            faithful += torch.equal(answer_N, token_T[causal_T][-len(answer_N) :])
-    shares = right / asked, faithful / len(responses)
-    return Source(name, number, model, responses[:wanted], unusable, *shares)
+            words = [f"{EVERY[token]} " for token in row[:after]]
+            asks = text(problem.prompt)
+            responses.append(Response(token_T, segments_T, causal_T, reading.right, asks, words))
+    return Source(name, number, model, responses[:wanted], unusable, right / asked)

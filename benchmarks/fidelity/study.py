@@ -36,7 +36,7 @@ class Settings:
     """Of the study of learning: parallel, lookup, chain; with --model: words, arithmetic, gsm8k. None: all of these."""
     questions: Path | None = None
     """For gsm8k: its file, JSON lines with question and answer."""
-    temperature: float = 0.7
+    temperature: float = 1.0
     """That a language model samples at."""
     models: int = 3
     """Warm models a task, trained once and kept on disk."""
@@ -66,7 +66,7 @@ class Settings:
         if self.model is not None:
             smollm2.resolved(self.model)
             for kind in self.kinds:
-                problems(kind, questions=self.questions)
+                next(problems(kind, questions=self.questions))
 
     @property
     def kinds(self) -> tuple[Any, ...]:

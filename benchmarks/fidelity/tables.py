@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
@@ -26,10 +27,14 @@ DRAWN = (BASELINE, "oar_g 1", "decision 1", "oar_p sampled")
 """What is judged with another seed."""
 PART = 16
 """Responses of each source, the first ones, that are judged in other ways than `MAIN`."""
-BY_PROBE = (REFERENCE, BASELINE, "oar_g 1")
+BY_PROBE = (REFERENCE, BASELINE, "oar_g 1", "position")
 """What is judged under other probes."""
 
-TITLES = {"overlap": "Overlap of the top 20 % with exact OAR-P", "recall": "Recall of causal tokens"}
+TITLES = {
+    "overlap": "Overlap of the top 20 % with exact OAR-P",
+    "beyond": "Correlation with exact OAR-P beyond position",
+    "recall": "Recall of causal tokens",
+}
 GROUP = ["task", "length", "model"]
 
 Example: TypeAlias = tuple[str, Response, dict[str, Tensor]]
@@ -62,7 +67,7 @@ class Findings:
     def add(self, key: dict[str, Any], source: Source) -> None:
         reasoning = sum(len(response.reasoning_R) for response in source.responses) / len(source.responses)
         counts = {"scored": len(source.responses), "left out": source.unusable, "reasoning tokens": reasoning}
-        self.sources.append({**key, **counts, "right": source.right, "faithful": source.faithful})
+        self.sources.append({**key, **counts, "right": source.right})
 
     @cached_property
     def main(self) -> pd.DataFrame:
@@ -118,8 +123,9 @@ def tables_of(findings: Findings) -> list[Table]:
     tables = [_main(findings), _probes(findings), _sampled(findings)]
     for column in ("task", "length", "answer", "model"):
         if findings.main[column].nunique() > 1:
-            known = TITLES if findings.causal else ("overlap",)
-            tables += [_split(findings, f"{TITLES[metric]}, by {column}", column, metric) for metric in known]
+            for metric, title in TITLES.items():
+                if metric != "recall" or findings.causal:
+                    tables.append(_split(findings, f"{title}, by {column}", column, metric))
     return tables
 
 
@@ -127,14 +133,9 @@ def _main(findings: Findings) -> Table:
     halves, again = (dict(list(findings.rows(way).groupby("estimator"))) for way in (BF16, AGAIN))
     elsewhere = {f"top 20 %, {BF16}": (halves, "overlap"), f"itself in {BF16}": (halves, "own")}
     elsewhere[f"itself with {AGAIN}"] = again, "own"
-    columns = [
-        "estimator",
-        "Spearman",
-        "beyond position",
-        "top 20 %",
-        f"less {BASELINE}",
-        *["causal recall"] * findings.causal,
-    ]
+    causal = ["causal recall"] * findings.causal
+    columns = ["estimator", "Spearman", "beyond position", "top 20 %", f"less {BASELINE}", *causal]
+    columns += ["forward", "backward", "time", *elsewhere]
     lines = []
     for name, row in findings.summary.iterrows():
         line = [name, f"{row.spearman.value:.2f}", plus_minus(row.beyond), plus_minus(row.overlap)]
@@ -142,9 +143,7 @@ def _main(findings: Findings) -> Table:
         line += [f"{row[cost]:.1f}" for cost in ("forward", "backward", "time")]
         line += [plus_minus(estimate(rows[name], of)) if name in rows else "" for rows, of in elsewhere.values()]
         lines.append(line)
-    return Table(
-        "Estimators against exact OAR-P (float32)", [*columns, "forward", "backward", "time", *elsewhere], lines
-    )
+    return Table("Estimators against exact OAR-P (float32)", columns, lines)
 
 
 def _probes(findings: Findings) -> Table:
@@ -173,9 +172,8 @@ def _sampled(findings: Findings) -> Table:
     lines = []
     for source in findings.sources:
         counts = (f"{source[name]:.0f}" for name in ("scored", "left out", "reasoning tokens"))
-        shares = ("" if source[name] is None else f"{source[name]:.0%}" for name in ("right", "faithful"))
-        lines.append([" ".join(filter(None, map(source.get, GROUP))), *counts, *shares])
-    return Table("What was sampled", ("source", *list(findings.sources[0])[len(GROUP) :]), lines)
+        lines.append([" ".join(filter(None, map(source.get, GROUP))), *counts, f"{source['right']:.0%}"])
+    return Table("What was sampled", ("source", "scored", "left out", "reasoning tokens", "right"), lines)
 
 
 def notes_of(findings: Findings, model: str | None) -> list[str]:
@@ -199,7 +197,8 @@ def notes_of(findings: Findings, model: str | None) -> list[str]:
     if findings.causal:
         notes.append(
             "Recall: share of the known causal tokens (results of steps) among as many top scores. In chain and lookup only "
-            "the last step's are in reach of the answer once it is teacher-forced: no such score reaches 1. Faithful: share of "
-            "the answers that repeat the model's own results."
+            "the last step's are in reach of the answer once it is teacher-forced: no such score reaches 1."
         )
-    return [*notes, *[smollm2.SOURCE] * (model == smollm2.NAME)]
+    if model is not None and Path(model).name.startswith(smollm2.NAME):  # its folder too
+        notes.append(smollm2.SOURCE)
+    return notes

@@ -1,13 +1,14 @@
-"""Problems for a small language model, each a plain prompt with worked examples whose last line is `#### N`.
+"""Problems for a small language model, each a chat with worked examples, whose last line is `#### N`.
 
-`words`: somebody gets things and gives some away. `arithmetic`: `chain_sum` of reasoning-gym. `gsm8k`: a file of questions and
-answers. Long ones ask for about 200 tokens of reasoning, short ones for about 40.
+`words`: somebody gets things and gives some away. `arithmetic`: sums, `chain_sum` of reasoning-gym. `gsm8k`: a file of
+questions and answers. Long ones ask for about 200 tokens of reasoning, short ones for about 40; the first two always for as
+many steps, or a small model does not find the end.
 """
 
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -22,7 +23,7 @@ EXAMPLES = 1000
 
 
 class Problem(NamedTuple):
-    prompt: str  # worked examples, the question, and `Answer:`
+    prompt: list[dict[str, str]]  # messages: worked examples as turns, then the question
     answer: str  # the right number
     kind: Kind
 
@@ -34,14 +35,18 @@ def problems(kind: Kind, long: bool = False, seed: int = 0, questions: Path | No
     """
     if kind not in KINDS:
         raise ValueError(f"--tasks {kind}: allowed with --model: {', '.join(KINDS)}")
+    shown: Iterable[tuple[str, str]]
+    asked: Iterable[tuple[str, str]]
     if kind == "gsm8k":
         shown, asked = _of_file(questions, long, seed)
     else:
         draw = {"words": _words, "arithmetic": _arithmetic}[kind]
         shown, asked = islice(draw(long, EXAMPLES), 2 if long else 4), draw(long, seed)
-    head = "".join(f"Question: {question}\nAnswer: {solution}\n\n" for question, solution in shown)
-    prompts = ((f"{head}Question: {question}\nAnswer:", solution) for question, solution in asked)
-    return (Problem(prompt, solution.rpartition("#### ")[2].replace(",", ""), kind) for prompt, solution in prompts)
+    roles = "user", "assistant"
+    head = [{"role": role, "content": text} for pair in shown for role, text in zip(roles, pair, strict=True)]
+    for question, solution in asked:
+        prompt = [*head, {"role": "user", "content": question}]
+        yield Problem(prompt, solution.rpartition("#### ")[2].replace(",", ""), kind)
 
 
 # Each of the following has pairs of a question and its solution.
@@ -52,14 +57,13 @@ def _words(long: bool, seed: int) -> Iterator[tuple[str, str]]:
     while True:
         name, things, have = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 12)
         question, solution = f"{name} has {have} {things}.", f"{name} starts with {have} {things}."
-        for step in range(rng.randint(5, 7) if long else rng.choice([1, 2, 2, 3])):
+        for step in range(6 if long else 2):
             number = rng.randint(2, 9)
             more = rng.random() < 0.5 or have < number
             told = f"{name} gets {number} more" if more else f"{name} gives {number} away"
             after = have + number if more else have - number
             sums = f"{have} {'+' if more else '-'} {number} = {after} {things}."
             question += f" {told}."
-            # Without a count of the steps and the number before each, a small model does not find the end.
             told = f"Step {step + 1}: {told}. There were {have} {things}, so now there are" if long else f"{told}, so"
             solution, have = f"{solution} {told} {sums}", after
         yield f"{question} How many {things} does {name} have now?", f"{solution}\n#### {have}"
@@ -70,23 +74,24 @@ def _arithmetic(long: bool, seed: int) -> Iterator[tuple[str, str]]:
         import reasoning_gym
     except ImportError as error:
         raise ValueError("problems of the kind arithmetic need reasoning-gym: pip install reasoning-gym") from error
-    least, most = (8, 9) if long else (3, 4)
+    terms = 12 if long else 3
     # With seed s + 1, its problem i would be problem i + 1 of seed s.
-    options = {
-        "min_terms": least,
-        "max_terms": most,
+    size = {
+        "min_terms": terms,
+        "max_terms": terms,
         "min_digits": 1,
         "max_digits": 1,
         "seed": seed << 20,
         "size": 1 << 20,
     }
-    for item in reasoning_gym.create_dataset("chain_sum", **options):
-        first, *rest = re.findall(r"[-+] \d+|\d+", item["metadata"]["expression"])
-        steps, total = [item["metadata"]["expression"]], int(first)
-        while rest:  # what is left gets shorter, so that a small model finds the end
-            total += int(rest.pop(0).replace(" ", ""))
-            steps.append(" ".join([str(total), *rest]))
-        yield item["question"], f"{' = '.join(steps)}\n#### {total}"
+    for item in reasoning_gym.create_dataset("chain_sum", **size):
+        # Without differences: they are too hard for a model that is to solve some.
+        first, *rest = item["metadata"]["expression"].replace("-", "+").split(" + ")
+        steps, total = [], int(first)
+        for term in rest:
+            steps.append(f"{total} + {term} = {total + int(term)}.")
+            total += int(term)
+        yield f"What is {' + '.join([first, *rest])}?", f"{' '.join(steps)}\n#### {total}"
 
 
 def _of_file(questions: Path | None, long: bool, seed: int) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:

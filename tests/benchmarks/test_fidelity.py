@@ -26,7 +26,7 @@ def response(length, seed=0):
     token_T = torch.randint(PAD, (length,), generator=torch.Generator().manual_seed(seed))
     segments_T = torch.tensor([0] * 4 + [1] * (length - 8) + [2, 3, 3, 4])
     causal_T = torch.isin(torch.arange(length), torch.tensor([6, 8]))
-    return Response(token_T, segments_T, causal_T, seed != 1, ["w"] * length)
+    return Response(token_T, segments_T, causal_T, seed != 1, "a question", ["w"] * (length - 4))
 
 
 def batch_of(*lengths):
@@ -78,7 +78,7 @@ def test_the_report_has_every_estimator(monkeypatch):
     working = {name: ALL[name] for name in (REFERENCE, BASELINE, "random")}
     monkeypatch.setattr("benchmarks.fidelity.tables.package_estimators", lambda: working)
     rows = [response(16 + index, index) for index in range(3)]
-    sources = [Source(task, 0, build_model(0, hidden=16, heads=2), rows, 1, 0.5, 1.0) for task in ("made", "other")]
+    sources = [Source(task, 0, build_model(0, hidden=16, heads=2), rows, 1, 0.5) for task in ("made", "other")]
     also = ("python:tests.own_importance:Saliency",)
     report = report_on(Settings(also=also, max_tokens=32, device="cpu"), sources, silent)
     for name in [*working, *OWN]:
