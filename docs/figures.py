@@ -381,6 +381,29 @@ def architectures() -> str:
     )
 
 
+def gpu_engines() -> str:
+    """The checks of importance in verl's engines."""
+    rows = []
+    for one in load("gpu_suite")["results"]:
+        if found := re.fullmatch(r"importance_equals_a_plain_models\[fsdp: (.*), 1\]", one["check"]):
+            figures = [one["figures"][name] for name in ("fisher", "decision", "oar_p", "log-probs differ by")]
+            rows.append([found[1], *(figure.replace("of the ", "of ") for figure in figures)])
+    return table(" layout | `fisher` | `decision` | `oar_p` | log-probs ", rows)
+
+
+def gpu_peaks() -> str:
+    """Peak memory of a step's parts; for the layouts with flash-attention also before the backward came first."""
+    suite = load("gpu_suite")
+    (before,) = (value for key, value in suite.items() if key.startswith("peak before"))
+    rows = []
+    for one in suite["results"]:
+        if found := re.fullmatch(r"importance_does_not_raise_the_peak_of_a_step\[(.*) chunked\]", one["check"]):
+            was = before.get(f"{found[1]} chunked", {}).get("fisher", "").removesuffix(" MiB")
+            parts = [one["figures"][name].removesuffix(" MiB") for name in ("update", "log-probs", "fisher")]
+            rows.append([found[1], *parts, was])
+    return table(" layout | update | log-probs | log-probs with `fisher` | before |".removesuffix("|"), rows)
+
+
 def one_gpu() -> str:
     """The recipes for one GPU, as `oar plan` projects them."""
     from oar_plugin.runs.plan.hardware import choose_gpu
@@ -404,7 +427,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     for figure in (
         fidelity, marks, continuation, learning, collapse, decision_recall, rivals, contrasts, in_sentences,
         confirmation, levels, run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
-        architectures, one_gpu,
+        architectures, gpu_engines, gpu_peaks, one_gpu,
     )
 }  # fmt: skip
 

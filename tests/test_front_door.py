@@ -292,7 +292,8 @@ def test_the_block_to_paste_in_the_readme(model, tmp_path):
     ((block, result),) = re.findall(r"```bash\npip install \.\n(python .*?)```\n\n```text\n(.*?\n)```", text, re.DOTALL)
     [part.save_pretrained(tmp_path) for part in (model, TOKENIZER)]
     script = block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", os.environ.get("SMOLLM2", str(tmp_path)))
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     shown = subprocess.run(["bash", "-c", script], env=env, capture_output=True, timeout=300)
     result = result if "SMOLLM2" in os.environ else result.partition("weights")[0]
     assert shown.stdout.decode().startswith(result), shown.stderr

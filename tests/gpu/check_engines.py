@@ -128,8 +128,8 @@ def test_importance_does_not_raise_the_peak_of_a_step(large, log, figures, name)
     for what, peak in peaks.items():
         figures(what, f"{peak / 2**20:.0f} MiB")
     assert peaks["log-probs"] > 0
-    for importance in ("fisher", "decision"):
-        assert peaks[importance] <= max(peaks["update"], peaks["log-probs"]), importance
+    for importance in ("fisher", "decision"):  # with gradients at the embeddings, less than a thousandth of the peak
+        assert peaks[importance] <= 1.01 * max(peaks["update"], peaks["log-probs"]), importance
 
 
 # ---- scoring on vLLM's engines
@@ -142,7 +142,8 @@ GRAPHS = {"enforce_eager": here.REHEARSAL, "async_scheduling": True} | SHARED
 SCORING_S = 1500
 
 
-def engine(name, settings, which, tolerance=1e-3, gpus=1):
+# Triton's default multiplies float32 as TF32. On an H200 0.0045 was seen, at most.
+def engine(name, settings, which, tolerance=1e-2, gpus=1):
     return pytest.param(settings, which, tolerance, id=name, marks=pytest.mark.needs(gpus=gpus, packages=("vllm",)))
 
 
