@@ -36,13 +36,18 @@ def shade(weight: float) -> str:
 
 
 def draw(findings: Findings) -> Figure:
-    """Overlap against cost."""
+    """Overlap against cost; a line for what costs no pass."""
     figure, cost = subplots()
     for name, row in findings.summary[findings.summary["passes"] > 0].drop(index=REFERENCE).iterrows():
         mean = row.overlap
         error = [[mean.value - mean.low], [mean.high - mean.value]]
         cost.errorbar(row.passes, mean.value, error, fmt="o", color=COLOURS[int(name in findings.added)])
         cost.annotate(name, (row.passes, mean.value), xytext=(4, 3), textcoords="offset points", fontsize=7)
+    for name, row in findings.summary[findings.summary["passes"] == 0].iterrows():
+        cost.axhline(row.overlap.value, color=COLOURS[-1], linewidth=0.8, linestyle=":")
+        cost.annotate(
+            name, (1, row.overlap.value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7
+        )
     cost.set(xscale="log", xlabel="passes, forward and backward", ylabel="overlap of the top 20 % with exact OAR-P")
     return figure
 
