@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.language import smollm2, tasks
+from benchmarks.language.problems import solved_sum
 from benchmarks.real import study
 from benchmarks.real.study import COLUMNS, PARTS, REWARD, VALIDATION, Settings
 from oar_plugin.runs.math.answer import final_answer
@@ -21,7 +22,7 @@ def test_no_problem_is_in_both_files_and_examples_end_as_the_reward_reads_it():
     for row in made["train"]:
         numbers = [int(word) for word in row["prompt"][-1]["content"].strip("?").split() if word.isdigit()]
         assert row["reward_model"]["ground_truth"] == str(sum(numbers))
-        assert final_answer(tasks.solution_of(tuple(numbers))) == str(sum(numbers))
+        assert final_answer(solved_sum(numbers)[1]) == str(sum(numbers))
 
 
 def line(step, reward, **more):
