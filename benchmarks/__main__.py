@@ -17,7 +17,6 @@ STUDIES = {
     "count": "FLOPs, memory and collectives of a step of models that do not fit here, on tensors without data",
     "run": "what OAR costs in whole runs of verl, GRPO's steps and OAR's in turn",
     "real": "real runs with SmolLM2, GRPO's and OAR's on the same seeds",
-    "offload": "what masked copies (OAR-P) cost in the actor and on a vLLM engine",
     "scaling": "GRPO's and OAR's step over data, tensor, pipeline, sequence and context parallel sizes",
     "fidelity": "how well each importance agrees with exact OAR-P and with tokens that are known to be causal",
     "learning": "how fast small models learn with each importance, beside GRPO, random credit and an oracle",

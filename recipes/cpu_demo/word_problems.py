@@ -3,10 +3,10 @@
 import random
 from typing import Any
 
-NAMES = ["Anna", "Ben", "Carla", "Dev", "Ella", "Finn", "Gita", "Hugo"]
-THINGS = ["apples", "books", "coins", "pens", "shells", "stamps", "marbles", "cards"]
+from benchmarks.language.problems import NAMES, THINGS, chat, row
+
 EXAMPLES = 3
-"""Worked ones before each problem, as turns of the chat: they show how an answer ends."""
+"""Worked ones before each problem."""
 PROMPT_TOKENS = 288
 """More than any prompt has."""
 
@@ -26,18 +26,9 @@ def problem(rng: random.Random) -> tuple[str, str, int]:
 def rows(number: int, seed: int) -> list[dict[str, Any]]:
     """verl's columns of `number` problems; the worked examples are the same for every seed."""
     drawn, asked = random.Random("worked examples"), random.Random(seed)
-    worked = [
-        {"role": role, "content": text}
-        for question, solution, _ in (problem(drawn) for _ in range(EXAMPLES))
-        for role, text in (("user", question), ("assistant", solution))
+    worked = [problem(drawn)[:2] for _ in range(EXAMPLES)]
+    found = [problem(asked) for _ in range(number)]
+    return [
+        row("word_problems", chat(worked, question), right, index=index)
+        for index, (question, _, right) in enumerate(found)
     ]
-    found = []
-    for index in range(number):
-        question, _, right = problem(asked)
-        row: dict[str, Any] = {
-            "data_source": "word_problems",
-            "prompt": [*worked, {"role": "user", "content": question}],
-        }
-        row |= {"ability": "math", "reward_model": {"style": "rule", "ground_truth": str(right)}}
-        found.append(row | {"extra_info": {"index": index}})
-    return found

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.offload.passes import Passes
+import oar_plugin
 from benchmarks.report import silent
 from benchmarks.scaling import study
 from benchmarks.scaling.layouts import Launch, Layout
 from benchmarks.scaling.study import Settings, measure
-from benchmarks.workload import Workload
-from oar_plugin.config import OarConfig
-from oar_plugin.passes.request import Request
+from benchmarks.tiny.model import SHAPES
+from benchmarks.tiny.words import make_tokenizer
 from tests.limits import PROCESS_S
 
 MACHINE = {"device": "cpu", "cores": 2, "nodes": 1, "backend": "gloo", "load_average_before": [1, 1, 1]}
@@ -71,8 +70,10 @@ def test_two_engines_over_two_processes(tmp_path):
         parallel=("tensor",), processes=(2,), layout=("fsdp:data=2",), runs=tmp_path,
     )  # fmt: skip
     report = measure(settings)
-    model, request = Workload.model(settings, 48), Request.of_step(OarConfig.parse({}), 1)
-    want = Passes(model, settings.batch(40, settings.scored), request, 2).importance()[0, 8:]
+    tokenizer = make_tokenizer(SHAPES["tiny"].vocab, by_bytes=True)
+    ids = settings.token_BL(tokenizer)[0].tolist()
+    door = oar_plugin.importance(settings.model(), tokenizer=tokenizer, prompts=[ids[:8]], responses=[ids[8:]])
+    want = door.importance[0, 8:]
     assert [launch["layout"] for launch in report.runs["launches"]] == ["fsdp:data=2", "megatron:tensor=2"]
     for launch in report.runs["launches"]:
         assert (torch.tensor(launch["scores"]) - want).abs().max() < 1e-4 * want.max()

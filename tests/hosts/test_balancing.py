@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
-from benchmarks import balancing as simulated
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.balancing import balanced_partitions, scored_first
 from oar_plugin.hosts.verl.importance_pass import ImportancePass
@@ -42,21 +42,42 @@ def test_every_rank_gets_as_many_rows_and_as_many_scored_ones_within_one(ranks, 
     assert sorted(filled) == short[: len(filled)]
 
 
+def made_up(share):
+    """8 responses to each of 1,024 prompts, as on the measured page: tokens of each row `[B]`, and whether it is scored."""
+    drawn = np.random.default_rng(0)
+    prompt = drawn.integers(60, 260, 1024).repeat(8)
+    response = drawn.lognormal(np.log(1500), 0.8, 8192).clip(10, 8192).astype(int)
+    return torch.from_numpy(prompt + response), torch.from_numpy((drawn.random(1024) < share).repeat(8))
+
+
+def both(length_B, scored_B, ranks):
+    """This package's partitions and verl's."""
+    verls = get_seqlen_balanced_partitions(calculate_workload(length_B).tolist(), ranks, equal_size=True)
+    return balanced_partitions(length_B.tolist(), scored_B.tolist(), ranks), verls
+
+
 def test_the_work_of_the_ranks_is_as_even_as_verls():
-    lengths, scored = simulated.batch(seed=0, share=0.6)
-    work = calculate_workload(torch.tensor(lengths)).tolist()
-    verls = get_seqlen_balanced_partitions(work, 64, equal_size=True)
-    ours = balanced_partitions(lengths, scored, 64)
-    largest = [max(sum(work[row] for row in partition) for partition in one) for one in (ours, verls)]
-    assert largest[0] < 1.001 * largest[1]
+    length_B, scored_B = made_up(0.6)
+    work_B = calculate_workload(length_B)
+    ours, verls = (max(work_B[rows].sum() for rows in one) for one in both(length_B, scored_B, 64))
+    assert ours < 1.001 * verls
 
 
 @pytest.mark.parametrize(("ranks", "share"), [(8, 0.2), (128, 0.6), (512, 0.2), (512, 0.9)])
 def test_the_scoring_pass_runs_at_most_a_tenth_more_than_it_needs(ranks, share):
-    """The bound of the page; without, 1.2 to 2.4 but for the first."""
-    found = simulated.cost(*simulated.batch(seed=0, share=share), ranks)
-    assert found["tokens"] <= 1.1
-    assert found["tokens"] < simulated.cost(*simulated.batch(seed=0, share=share), ranks, ours=False)["tokens"]
+    """The bound of the page, in tokens. Without (verl's partitions, filled up with the next rows): 1.1 to 2.5."""
+    length_B, scored_B = made_up(share)
+
+    def tokens(partitions, fill_B):
+        ahead = max(int(scored_B[rows].sum()) for rows in partitions)
+        first = [
+            rows[scored_first(scored_B[rows], fill_B[rows], ahead)[:ahead]] for rows in map(torch.tensor, partitions)
+        ]
+        return length_B[torch.cat(first)].sum() / length_B[scored_B].sum()
+
+    ours, verls = both(length_B, scored_B, ranks)
+    assert tokens(ours, length_B) <= 1.1
+    assert tokens(ours, length_B) < tokens(verls, torch.ones_like(length_B))
 
 
 def test_a_rank_fills_up_with_its_shortest_rows_and_leaves_the_others_where_they_stood():
