@@ -1,7 +1,5 @@
 """Pairs of real runs with SmolLM2, which `oar launch` starts: curves, what OAR reaches less GRPO, seconds and memory."""
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -21,10 +19,8 @@ from benchmarks.language.tasks import DESCRIPTION, PROBLEMS, PROMPT_TOKENS, RESP
 from benchmarks.machine import Device
 from benchmarks.report import COLOURS, Progress, Report, Table, silent, subplots
 from benchmarks.statistics import mean_difference
-from benchmarks.tiny.verl_run import ROOT, quoted
+from benchmarks.tiny.verl_run import QUICK, ROOT, quoted, versions
 from benchmarks.workload import check_at_least_one
-from oar_plugin.hosts.vllm.versions import installed
-from verl_cpu import wanted
 from verl_cpu.session import TIMED_OUT, Session, run_verl
 
 RECIPE, NAME = "qwen2_5_0_5b_gsm8k", "real"
@@ -70,9 +66,7 @@ ON_GPU = [
     "actor_rollout_ref.rollout.agent.num_workers=1",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     "data.dataloader_num_workers=0",
-    # verl polls every 2 s for a finished batch, as long as the rest of a step.
-    "trainer.v1.sampler.custom_sampler.path=pkg://verl_cpu.sampler",
-    "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
+    *QUICK,
 ]
 ON_CPU = [
     "+cpu_smoke=dp",
@@ -123,14 +117,10 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
     """Let `oar launch` train pair by pair, and compare the runs.
 
     Raises:
-        ValueError: a machine that is not one for the CPU stack.
+        ValueError: see `versions`.
         RuntimeError: a run ended early.
     """
-    for name in ("verl", "vllm"):
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"{name} is not installed; `oar doctor` says what is missing for whole runs")
-    if settings.device == "cpu" and not wanted():
-        raise ValueError("PyTorch is built for GPUs and sees none; VERL_PLATFORM=cpu trains with verl's CPU stack")
+    machine = versions(settings.device == "cpu")
     settings.folder.mkdir(parents=True, exist_ok=True)
     for split, problems in rows(settings.test_problems).items():
         pd.DataFrame(problems).to_parquet(settings.folder / f"{split}.parquet")
@@ -145,9 +135,7 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
             for session in started:
                 session.end()
             raise
-    report = report_of(settings, frame)
-    report.machine = {"verl": importlib.metadata.version("verl"), "vllm": installed()}
-    return report
+    return report_of(settings, frame, machine)
 
 
 def run_pair(settings: Settings, progress: Progress, on_start: Callable[[Session], None], seed: int) -> pd.DataFrame:
@@ -217,7 +205,7 @@ def read_run(metrics: Path) -> pd.DataFrame:
     return read.groupby(level=0).last().rename_axis("step")
 
 
-def report_of(settings: Settings, frame: pd.DataFrame) -> Report:
+def report_of(settings: Settings, frame: pd.DataFrame, machine: dict[str, str | None]) -> Report:
     """`frame`: a row a step, with `variant` and `seed`."""
     step, run = frame.index, [frame["seed"], frame["variant"]]
     figures = {
@@ -267,6 +255,7 @@ def report_of(settings: Settings, frame: pd.DataFrame) -> Report:
         notes=notes,
         runs={"settings": vars(settings), "runs": runs},
         figure=partial(draw, frame),
+        machine=dict(machine),
     )
 
 

@@ -1,7 +1,5 @@
 """Whole runs of verl, on one GPU or a CPU, whose steps are GRPO's and OAR's in turn, and what each phase of them takes."""
 
-import importlib.metadata
-import importlib.util
 import math
 import re
 import shutil
@@ -19,11 +17,10 @@ from benchmarks.report import Progress, Report, Table, silent
 from benchmarks.run.assets import FINDER, METHOD, REWARD, prompt_rows
 from benchmarks.statistics import Ratio, ratio_table
 from benchmarks.tiny.model import SHAPES, model_of
-from benchmarks.tiny.verl_run import quoted, read_metrics, training_environment, training_overrides
+from benchmarks.tiny.verl_run import QUICK, quoted, read_metrics, training_environment, training_overrides, versions
 from benchmarks.tiny.words import make_tokenizer
 from benchmarks.workload import DEFAULT, check_at_least_one, check_importance, check_size, model_line
-from oar_plugin.hosts.vllm.versions import installed
-from verl_cpu import cpu_environment, cpu_overrides, wanted
+from verl_cpu import cpu_environment, cpu_overrides
 from verl_cpu.session import TIMED_OUT, run_verl
 
 SIZES = ("1m", "10m", "50m", "0.1b", "0.5b", "1.5b")
@@ -57,9 +54,7 @@ GPU_OVERRIDES = [
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "reward.num_workers=1",  # which counts its calls, see assets.py
-    # verl polls every 2 s for a finished batch: longer than a small model's step.
-    "trainer.v1.sampler.custom_sampler.path=pkg://verl_cpu.sampler",
-    "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
+    *QUICK,
 ]
 """Beside verl's defaults: bf16 arithmetic, flash-attention, CUDA graphs."""
 
@@ -132,14 +127,10 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
     """Run verl round by round, check that all steps did the same work, and compare them.
 
     Raises:
-        ValueError: a machine that is not one for the CPU stack.
+        ValueError: see `versions`.
         RuntimeError: verl ended early, or GRPO's and OAR's steps did not do the same work, so that no ratio may be told.
     """
-    for name in ("verl", "vllm"):
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"{name} is not installed; `oar doctor` says what is missing for whole runs on a CPU")
-    if settings.device == "cpu" and not wanted():
-        raise ValueError("PyTorch is built for GPUs and sees none; VERL_PLATFORM=cpu measures verl's CPU stack")
+    machine = versions(settings.device == "cpu")
     steps: list[Step] = []
     control: list[Step] = []
     with tempfile.TemporaryDirectory(prefix="oar-run-") as temporary:
@@ -152,8 +143,8 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
             control = run_once(settings, folder, CONTROL, progress)
             check_comparable(settings, steps, control)
     report = report_of(settings, steps, control, parameters)
-    report.machine = {"verl": importlib.metadata.version("verl"), "vllm": installed()}
-    report.machine["torch_threads"] = int(cpu_environment()["OMP_NUM_THREADS"])  # in verl's processes, not in this one
+    threads = int(cpu_environment()["OMP_NUM_THREADS"])  # in verl's processes, not in this one
+    report.machine = {**machine, "torch_threads": threads}
     return report
 
 

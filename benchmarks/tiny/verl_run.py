@@ -1,17 +1,34 @@
-"""A run of verl that trains a small model on a CPU: its overrides, its environment, its metrics."""
+"""A run of verl that trains a small model: its overrides, its environment, its metrics."""
 
 import json
 import math
 import os
 import re
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from verl_cpu import cpu_environment
+from oar_plugin.hosts.vllm.versions import installed
+from verl_cpu import cpu_environment, wanted
 
 ROOT = Path(__file__).parents[2]
 MICRO_BATCH = 32
 REWARD = "critic/score/mean"
+QUICK = [
+    # verl polls every 2 s for a finished batch: longer than a small model's step.
+    "trainer.v1.sampler.custom_sampler.path=pkg://verl_cpu.sampler",
+    "trainer.v1.sampler.custom_sampler.name=QuickReplayBuffer",
+]
+
+
+def versions(on_cpu: bool) -> dict[str, str | None]:
+    """Of verl and vLLM. Raises ValueError: one is missing, or this machine is not one for verl's CPU stack."""
+    found = {"verl": next((one.version for one in distributions(name="verl")), None), "vllm": installed()}
+    if missing := [name for name, version in found.items() if version is None]:
+        raise ValueError(f"{missing[0]} is not installed; `oar doctor` says what is missing for whole runs")
+    if on_cpu and not wanted():
+        raise ValueError("PyTorch is built for GPUs and sees none; VERL_PLATFORM=cpu runs verl's CPU stack")
+    return found
 
 
 def training_environment(metrics_file: Path) -> dict[str, str]:
