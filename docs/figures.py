@@ -399,9 +399,9 @@ def gpu_peaks() -> str:
     for one in suite["results"]:
         if found := re.fullmatch(r"importance_does_not_raise_the_peak_of_a_step\[(.*) chunked\]", one["check"]):
             was = before.get(f"{found[1]} chunked", {}).get("fisher", "").removesuffix(" MiB")
-            parts = [one["figures"][name].removesuffix(" MiB") for name in ("update", "log-probs", "fisher")]
-            rows.append([found[1], *parts, was])
-    return table(" layout | update | log-probs | log-probs with `fisher` | before |".removesuffix("|"), rows)
+            names = "update", "log-probs", "fisher", "decision"
+            rows.append([found[1], *(one["figures"][name].removesuffix(" MiB") for name in names), was])
+    return table(" layout | update | log-probs | with `fisher` | with `decision` | `fisher` before ", rows)
 
 
 def one_gpu() -> str:

@@ -70,8 +70,14 @@ def added_estimators(importances: Sequence[str], behind: Sequence[str] = ()) -> 
     """Those of importances that the package does not have, by `<module>:<class>`, and `<importance>:<layer>` of `behind`.
 
     Raises:
-        ValueError: there is no such importance, or it shows right answers.
+        ValueError: there is no such importance, it shows right answers, or no gradient of it is behind a layer.
     """
+    for one in behind:
+        name, _, number = one.rpartition(":")
+        if not (number.isdecimal() and importance_of(name).backwards):
+            raise ValueError(
+                f"--behind {one}: write <importance>:<layer>, with an importance that has a gradient, as fisher:8"
+            )
     layers = [(name, int(number)) for name, _, number in (one.rpartition(":") for one in behind)]
     for path in (*importances, *(name for name, _ in layers)):
         if importance_of(path).contexts:

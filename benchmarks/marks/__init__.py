@@ -19,5 +19,5 @@ examples:
   python -m benchmarks marks --tasks chain --models 1 --batches 1     a first look
   python -m benchmarks marks --out DIR                                three tasks, two models each
   python -m benchmarks marks --by continuation --model FOLDER --data test.parquet     any model of HuggingFace
-  python -m benchmarks marks --by people --model smollm2 --solutions 40              a look; all 444 take minutes on a GPU
+  python -m benchmarks marks --by people --model smollm2 --solutions 40              a look; all 444 are for a GPU
 """

@@ -60,8 +60,8 @@ class Settings:
     """Into at most so many a response is cut; one with fewer reasoning tokens, into tokens."""
     model: str | None = None
     """Folder or name of a HuggingFace model, or `smollm2`, in place of the tasks; continuations need vLLM."""
-    device: Device = "cpu"
-    """Of the model."""
+    device: Device = "auto"
+    """Of the model; auto takes CUDA where there is one. The tasks' small models are on the CPU."""
     micro_batch: int | None = None
     """Most tokens of a forward with people's marks; as many as take 2 GiB where it is not given."""
     solutions: int | None = None

@@ -123,7 +123,9 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
     machine = versions(settings.device == "cpu")
     settings.folder.mkdir(parents=True, exist_ok=True)
     for split, problems in rows(settings.test_problems).items():
-        pd.DataFrame(problems).to_parquet(settings.folder / f"{split}.parquet")
+        pd.DataFrame(problems).to_parquet(
+            settings.folder / f"{split}{settings.test_problems}.parquet"
+        )  # runs know their files
     started: list[Session] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, as Ctrl-C does
     with ThreadPoolExecutor(settings.parallel) as pool:
@@ -171,8 +173,8 @@ def overrides(settings: Settings, folder: Path) -> list[str]:
     return [
         *(ON_CPU if settings.device == "cpu" else ON_GPU),
         f"actor_rollout_ref.model.path={quoted(Path(smollm2.resolved(settings.model)))}",
-        f"data.train_files=[{quoted(folder / 'train.parquet')}]",
-        f"data.val_files=[{quoted(folder / 'test.parquet')}]",
+        f"data.train_files=[{quoted(folder / f'train{settings.test_problems}.parquet')}]",
+        f"data.val_files=[{quoted(folder / f'test{settings.test_problems}.parquet')}]",
         f"data.train_batch_size={settings.prompts}",
         f"data.max_prompt_length={PROMPT_TOKENS}",
         f"data.max_response_length={RESPONSE_TOKENS}",

@@ -112,8 +112,8 @@ class Taps(ExitStack):
     def running(self, forward: Forward) -> Iterator[None]:
         """The body sets `self.tap` and runs the model once. The backward, if there is one, runs at the end of the body.
 
-        The body must not keep the logits: the backward needs their memory. A body that computes more from them calls `backward`
-        before: what it computes needs the memory of the graph.
+        The body must not keep the logits: the backward needs their memory. A body that goes on to compute log-probs from them
+        calls `backward` first, if the host lets it: verl's FSDP engines do, Megatron and OpenRLHF do not.
         """
         assert self.tap is None
         try:

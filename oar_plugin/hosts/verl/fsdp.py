@@ -72,7 +72,7 @@ class OarFSDPMixin(ImportancePass):
     ) -> tuple[dict[str, Any], float]:
         """`_score` of one micro-batch."""
         started, packed = mark(), packed_of(micro_batch)
-        backward = started, started
+        backward = self._backward = started, started
         output: dict[str, Any] = {"model_output": {}, "loss": 0.0, "metrics": {}}
         micro_batch_pass = MicroBatchPass(request, packed)
         for forward in request.forwards():

@@ -26,6 +26,7 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from oar_plugin.credit.importance.base import Rows
@@ -216,6 +217,21 @@ def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
     return asking.answer
 
 
+@contextmanager
+def graphs_beside_log_probs() -> Iterator[list[str]]:
+    """A word for each time that FSDP's engine makes log-probs while importance has a graph: it would take their memory."""
+    host, found = FSDPEngineWithLMHead.prepare_model_outputs, []
+
+    def seen(self: Any, *given: Any, **named: Any) -> Any:
+        tapped = getattr(self, "_tapped", None)
+        if tapped is not None and getattr(tapped[0].tap, "scalar", None) is not None:
+            found.append("a graph beside log-probs")
+        return host(self, *given, **named)
+
+    with mock.patch.object(FSDPEngineWithLMHead, "prepare_model_outputs", seen):
+        yield found
+
+
 def run(
     engine: Any,
     rows: list[int] = EVERY,
@@ -232,9 +248,9 @@ def run(
         before = state(engine)
         data = ready(engine, rows, packed, dynamic, fused)
         tu.assign_non_tensor_data(data, REQUEST, request_of(only, **request))
-        with around or nullcontext():
+        with around or nullcontext(), graphs_beside_log_probs() as graphs:
             output = engine.infer_batch(data)["model_output"]
-        traces = differences(before, state(engine))
+        traces = differences(before, state(engine)) + graphs
     result: dict[str, Any] = {"rows": rows, "traces": traces}
     result |= {key: [row.cpu().clone() for row in value.unbind()] for key, value in output.items()}
     if "routed_experts" in plain:
