@@ -72,13 +72,14 @@ def added_estimators(importances: Sequence[str], behind: Sequence[str] = ()) -> 
     Raises:
         ValueError: there is no such importance, it shows right answers, or no gradient of it is behind a layer.
     """
+    layers = []
     for one in behind:
-        name, _, number = one.rpartition(":")
-        if not (number.isdecimal() and importance_of(name).backwards):
+        name, _, layer = one.rpartition(":")
+        if not (layer.isdecimal() and importance_of(name).backwards):
             raise ValueError(
                 f"--behind {one}: write <importance>:<layer>, with an importance that has a gradient, as fisher:8"
             )
-    layers = [(name, int(number)) for name, _, number in (one.rpartition(":") for one in behind)]
+        layers.append((name, int(layer)))
     for path in (*importances, *(name for name, _ in layers)):
         if importance_of(path).contexts:
             raise ValueError(f"--also {path}: it shows right answers, which this study lacks")
