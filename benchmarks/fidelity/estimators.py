@@ -21,8 +21,8 @@ response. The model is in eval mode, and what was changed on it must be taken ba
 
 REFERENCE = "oar_p"
 """Exact OAR-P, what the others estimate."""
-DRAWS = {"fisher": (1, 2, 4), "oar_g": (1, 4)}
-"""Draws of signs or noise; one for the others."""
+DRAWS = (1, 4)
+"""Of signs or noise."""
 
 
 def by_importance(model: nn.Module, batch: Batch, importance: str, **asked: Any) -> Tensor:
@@ -61,7 +61,7 @@ def package_estimators() -> dict[str, Score]:
             if name == REFERENCE:
                 variants |= {" sampled": {"replacement_token": None}}
         elif importance.backwards:
-            variants = {f" {draws}": {"num_draws": draws} for draws in DRAWS.get(name, (1,))}
+            variants = {f" {draws}": {"num_draws": draws} for draws in DRAWS}
         found |= {name + suffix: partial(by_importance, importance=name, **kw) for suffix, kw in variants.items()}
     return found | {"position": by_position}
 
