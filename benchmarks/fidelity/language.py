@@ -1,8 +1,8 @@
 """Responses of a language model to problems with worked examples, short and long, right and wrong."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -73,27 +73,26 @@ class Writer:
         return Response(token_T, segments_T, causal_T, right, question, self.bytes.texts(row[:length]))
 
 
-def language_sources(
-    writer: Writer, kinds: Sequence[Kind], wanted: int, seed: int, questions: Path | None, progress: Progress
-) -> Iterator[Source]:
-    """`wanted` short responses to problems of each kind and half as many long ones, each to a problem of its own.
+def language_source(
+    writer: Writer, kind: Kind, length: str, wanted: int, seed: int, questions: Path | None, progress: Progress
+) -> Source:
+    """`wanted` short responses to problems of a kind or half as many long ones, each to a problem of its own.
 
-    Raises ValueError where no response to problems of a kind has an answer.
+    Raises ValueError where no response has an answer.
     """
     torch.manual_seed(seed)
-    for kind, (length, longest) in product(kinds, LONGEST.items()):
-        count = wanted if length == "short" else (wanted + 1) // 2
-        drawn = problems(kind, length == "long", seed, questions)
-        found: list[Response] = []
-        asked = 0
-        for _ in range(ROUNDS):
-            if batch := list(islice(drawn, 3 * max(0, count - len(found)))):
-                progress(f"{kind}, {length}: responses", len(found), count)
-                rows = writer.write([problem.prompt for problem in batch], longest)
-                found += filter(None, (writer.read(problem, *row) for problem, row in zip(batch, rows, strict=True)))
-                asked += len(batch)
-        if not found:
-            raise ValueError(f"--tasks {kind}: the model wrote no answer to {asked} {length} problems")
-        right = sum(response.right for response in found) / asked
-        more = {"length": length, "pad": writer.pad, "temperature": writer.temperature}
-        yield Source(kind, 0, writer.model, found[:count], asked - len(found), right, **more)
+    count = wanted if length == "short" else (wanted + 1) // 2
+    drawn = problems(kind, length == "long", seed, questions)
+    found: list[Response] = []
+    asked = 0
+    for _ in range(ROUNDS):
+        if batch := list(islice(drawn, 3 * max(0, count - len(found)))):
+            progress(f"{kind}, {length}: responses", len(found), count)
+            rows = writer.write([problem.prompt for problem in batch], LONGEST[length])
+            found += filter(None, (writer.read(problem, *row) for problem, row in zip(batch, rows, strict=True)))
+            asked += len(batch)
+    if not found:
+        raise ValueError(f"--tasks {kind}: the model wrote no answer to {asked} {length} problems")
+    right = sum(response.right for response in found) / asked
+    more = {"length": length, "pad": writer.pad, "temperature": writer.temperature}
+    return Source(kind, 0, writer.model, found[:count], asked - len(found), right, **more)

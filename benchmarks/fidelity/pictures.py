@@ -54,7 +54,8 @@ def draw(findings: Findings) -> Figure:
 
 def page_of(findings: Findings) -> str:
     """The HTML file."""
-    articles = [_article(*example, findings.shown()) for example in findings.examples]
+    rows = findings.examples()
+    articles = [_article(row["task"], row["response"], row["scores"], findings.shown()) for row in rows]
     return str(_HTML.page("Fidelity of importance estimators", LEAD, Markup("".join(articles))))  # noqa: S704  made by the templates
 
 

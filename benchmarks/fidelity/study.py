@@ -2,22 +2,37 @@
 
 import copy
 import functools
+import pickle
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.fidelity.estimators import REFERENCE, Score, added_estimators, counted_work
-from benchmarks.fidelity.language import Writer, language_sources
+from benchmarks.fidelity.estimators import REFERENCE, Score, added_estimators, counted_work, package_estimators
+from benchmarks.fidelity.language import LONGEST, Writer, language_source
 from benchmarks.fidelity.pictures import draw, page_of
 from benchmarks.fidelity.responses import Batch, Response, Source, task_sources
 from benchmarks.fidelity.scores import judged, top_overlap
-from benchmarks.fidelity.tables import AGAIN, BASELINE, BF16, BY_PROBE, DRAWN, MAIN, PART, Findings, notes_of, tables_of
+from benchmarks.fidelity.tables import (
+    AGAIN,
+    BASELINE,
+    BF16,
+    BY_PROBE,
+    DRAWN,
+    MAIN,
+    Findings,
+    Part,
+    notes_of,
+    own_cost,
+    source_row,
+    tables_of,
+)
 from benchmarks.language import smollm2
 from benchmarks.language.problems import KINDS, problems
 from benchmarks.machine import Device, choose_device, timed
@@ -42,6 +57,10 @@ class Settings:
     """Warm models a task, trained once and kept on disk."""
     responses: int = 48
     """A warm model; with --model short ones of each kind, and half as many long ones."""
+    on_all: tuple[str, ...] = ()
+    """Estimators that score all responses; the others score the first --part ones of each source. None: all of them."""
+    part: int = 16
+    """Responses of each source, the first ones, that are judged in other ways too: bfloat16, another seed, other probes."""
     also: tuple[str, ...] = ()
     """Importances of yours: python:<module>:<class>."""
     behind: tuple[str, ...] = ()
@@ -54,15 +73,20 @@ class Settings:
     """auto takes CUDA where there is one."""
     seed: int = 0
     """Of problems, sampling, signs and noise."""
+    folder: Path | None = None
+    """With --model: what was judged of a kind and length stays there, and is not judged again. Processes can share it, each
+    with --tasks of its own; the command without --tasks then makes the page."""
     out: Path | None = None
     """Folder for the page, the shaded responses, the JSON and the plot; without it only the terminal."""
 
     def check(self) -> None:
         """Raises: ValueError with the argument at fault."""
-        check_at_least_one(self, "models", "responses", "max_tokens")
+        check_at_least_one(self, "models", "responses", "part", "max_tokens")
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature}: must be above 0")
-        added_estimators(self.also, self.behind)
+        known = [*package_estimators(), *added_estimators(self.also, self.behind)]
+        if unknown := [name for name in self.on_all if name not in known]:
+            raise ValueError(f"--on-all {unknown[0]}: allowed: {', '.join(known)}")
         if self.model is not None:
             smollm2.resolved(self.model)
             for kind in self.kinds:
@@ -75,66 +99,91 @@ class Settings:
 
 
 def measure(settings: Settings, progress: Progress) -> Report:
-    """Raises: ValueError for a task that is unknown, or a model that writes no answers."""
+    """Raises: ValueError for a task that is unknown, a model that writes no answers, or a folder of other settings."""
     torch.set_float32_matmul_precision("highest")  # no TF32
-    device = choose_device(settings.device)
     if settings.model is None:
         tasks = settings.tasks or ("parallel", "lookup", "chain")
         sources = task_sources(tasks, settings.models, settings.responses, settings.seed, progress)
-        return report_on(settings, sources, progress)
+        return report_on(settings, (judge(settings, source, progress) for source in sources))
     progress(f"loading {settings.model}")
-    writer = Writer(settings.model, device, settings.temperature, settings.max_tokens)
-    asked = settings.responses, settings.seed, settings.questions
-    return report_on(settings, language_sources(writer, settings.kinds, *asked, progress), progress)
+    writer = Writer(settings.model, choose_device(settings.device), settings.temperature, settings.max_tokens)
+    return report_on(settings, _of_language(settings, writer, progress))
 
 
-def report_on(settings: Settings, sources: Iterable[Source], progress: Progress) -> Report:
-    """Judge every estimator on every source."""
+def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iterator[Part]:
+    """What `judge` returns for each kind and length, now or when it was kept in the folder."""
+    asked = settings.responses, settings.seed, settings.questions, progress
+    elsewhere = {"tasks": (), "out": None, "folder": None}
+    for kind, length in product(settings.kinds, LONGEST):
+        kept = settings.folder and settings.folder / f"{kind}_{length}.pickle"
+        if kept and kept.is_file():
+            made, part = pickle.loads(kept.read_bytes())  # noqa: S301  written below
+            if made != asdict(settings) | elsewhere:
+                raise ValueError(
+                    f"--folder {settings.folder}: {kept.name} has other settings: {made}; take another folder"
+                )
+        else:
+            part = judge(settings, language_source(writer, kind, length, *asked), progress)
+            if kept:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_bytes(pickle.dumps((asdict(settings) | elsewhere, part)))
+        yield part
+
+
+def judge(settings: Settings, source: Source, progress: Progress) -> Part:
+    """Every estimator on a source."""
     device = choose_device(settings.device)
-    findings = Findings(settings.probe, added_estimators(settings.also, settings.behind))
-    every = findings.estimators
-    # Name, estimators, probe, seed and dtype of each way to run some of them.
-    ways: list[tuple[str, Sequence[str], Probe, int, torch.dtype]] = [
-        (MAIN, list(every), settings.probe, settings.seed, torch.float32),
-        (BF16, findings.own, settings.probe, settings.seed, torch.bfloat16),
-        (AGAIN, [name for name in DRAWN if name in every], settings.probe, settings.seed + 1, torch.float32),
-    ]
-    by_probe = [name for name in BY_PROBE if name in every]
+    every = package_estimators() | added_estimators(settings.also, settings.behind)
+    on_all = [name for name in every if not settings.on_all or name in (*settings.on_all, REFERENCE, BASELINE)]
+    by_probe, again = ([name for name in names if name in every] for names in (BY_PROBE, DRAWN))
     others = [probe for probe in PROBES if probe != settings.probe]
-    ways += [(probe, by_probe, probe, settings.seed, torch.float32) for probe in others]
+    part = source.responses[: settings.part]
+    # Name, responses, estimators, probe, seed and dtype of each way to run some of them.
+    ways: list[tuple[str, list[Response], Sequence[str], Probe, int, torch.dtype]] = [
+        (MAIN, source.responses, on_all, settings.probe, settings.seed, torch.float32),
+        (MAIN, part, [name for name in every if name not in on_all], settings.probe, settings.seed, torch.float32),
+        (BF16, part, own_cost(every), settings.probe, settings.seed, torch.bfloat16),
+        (AGAIN, part, again, settings.probe, settings.seed + 1, torch.float32),
+        *((probe, part, by_probe, probe, settings.seed, torch.float32) for probe in others),
+    ]
     copied = functools.lru_cache(maxsize=2)(_copy)
-    for source in sources:
-        key = {"task": source.task, "length": source.length, "model": f"model {source.number}"}
-        findings.add(key, source)
-        rows = [(response.token_T[:1], response.token_T[1:]) for response in source.responses]
-        plain = partial(log_probs, copied(source.model, device, torch.float32), rows, 1.0, settings.max_tokens)
-        plain()  # the first forwards on a device take longer
-        one_forward = timed(plain, device)
-        main: dict[str, list[Tensor]] = {}
-        for way, names, probe, seed, dtype in ways:
-            model = copied(source.model, device, dtype)
-            responses = source.responses if way == MAIN else source.responses[:PART]
-            batch = Batch(source, responses, probe, seed, settings.max_tokens)
-            scores: dict[str, list[Tensor]] = {}
-            for name in names:
-                progress(f"{' '.join(key.values())}, {way}: {name}")
-                begin = time.perf_counter()
-                with counted_work(model) as work:
-                    scores[name] = _scores(model, batch, every[name])
-                if way == MAIN:
-                    passes = {way: work[way] / int(batch.mask_BT.sum()) for way in ("forward", "backward")}
-                    passes["time"] = (time.perf_counter() - begin) / one_forward
-                    findings.costs.append({**key, "estimator": name, **passes})
-            main = main or scores
-            exact = scores if probe in others else main
-            findings.judged += [
-                {**key, "way": way, **row} for row in _judged(responses, scores, exact[REFERENCE], main)
-            ]
-        right = [response.right for response in source.responses]
-        if source.number == 0 and source.length != "long":  # long ones would fill the page
-            for i in [right.index(wanted) for wanted in (True, False) if wanted in right]:
-                example = {name: of_responses[i] for name, of_responses in main.items()}
-                findings.examples.append((source.task, source.responses[i], example))
+    key = {"task": source.task, "length": source.length, "model": f"model {source.number}"}
+    found: Part = {"sources": [source_row(key, source)], "judged": [], "costs": [], "scored": []}
+    rows = [(response.token_T[:1], response.token_T[1:]) for response in source.responses]
+    plain = partial(log_probs, copied(source.model, device, torch.float32), rows, 1.0, settings.max_tokens)
+    plain()  # the first forwards on a device take longer
+    a_token = timed(plain, device) / sum(len(response.token_T) for response in source.responses)
+    main: dict[str, list[Tensor]] = {}
+    for way, responses, names, probe, seed, dtype in ways:
+        model = copied(source.model, device, dtype)
+        batch = Batch(source, responses, probe, seed, settings.max_tokens)
+        tokens = int(batch.mask_BT.sum())
+        scores: dict[str, list[Tensor]] = {}
+        for name in names:
+            progress(f"{' '.join(key.values())}, {way}: {name}")
+            begin = time.perf_counter()
+            with counted_work(model) as work:
+                scores[name] = _scores(model, batch, every[name])
+            if way == MAIN:
+                passes = {way: work[way] / tokens for way in ("forward", "backward")}
+                passes["time"] = (time.perf_counter() - begin) / (a_token * tokens)
+                found["costs"].append({**key, "estimator": name, **passes})
+        if way == MAIN:
+            main |= scores
+        exact = scores if probe in others else main
+        found["judged"] += [{**key, "way": way, **row} for row in _judged(responses, scores, exact[REFERENCE], main)]
+    for index, response in enumerate(source.responses):
+        of_response = {name: of_all[index] for name, of_all in main.items() if index < len(of_all)}
+        found["scored"].append({**key, "response": response, "scores": of_response})
+    return found
+
+
+def report_on(settings: Settings, parts: Iterable[Part]) -> Report:
+    """What `judge` found, as a page."""
+    findings = Findings(settings.probe, settings.part, added_estimators(settings.also, settings.behind))
+    for part in parts:
+        findings.add(part)
+    device = choose_device(settings.device)
     return Report(
         title=f"Fidelity of importance estimators{f' on {settings.model}' if settings.model else ''}",
         stem=f"fidelity_{f'{Path(settings.model).name}_' if settings.model else ''}{device.type}",
@@ -172,11 +221,12 @@ def _judged(
         here = {name: of_responses[index] for name, of_responses in scores.items()}
         causal_R = response.causal_T[response.reasoning_R]
         rows = {name: judged(score_R, reference[index], causal_R) for name, score_R in here.items()}
+        base = rows[BASELINE] if BASELINE in rows else judged(main[BASELINE][index], reference[index], causal_R)
         for name, row in rows.items():
             yield {
                 "estimator": name,
                 "answer": "right" if response.right else "wrong",
                 **row,
                 "own": top_overlap(here[name], main[name][index]),
-                "gain": row["overlap"] - rows[BASELINE]["overlap"],
+                "gain": row["overlap"] - base["overlap"],
             }

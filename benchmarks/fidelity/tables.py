@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
-from torch import Tensor
 
 from benchmarks.fidelity.estimators import REFERENCE, Score, package_estimators
-from benchmarks.fidelity.responses import Response, Source
+from benchmarks.fidelity.responses import Source
 from benchmarks.fidelity.scores import mean_over_groups
 from benchmarks.language import smollm2
 from benchmarks.report import Table
@@ -25,8 +24,6 @@ MAIN, BF16, AGAIN = "float32", "bfloat16", "another seed"
 """Ways to run estimators. Those with another probe have its name."""
 DRAWN = (BASELINE, "oar_g 1", "decision 1", "oar_p sampled")
 """What is judged with another seed."""
-PART = 16
-"""Responses of each source, the first ones, that are judged in other ways than `MAIN`."""
 BY_PROBE = (REFERENCE, BASELINE, "oar_g 1", "position")
 """What is judged under other probes."""
 
@@ -37,37 +34,33 @@ TITLES = {
 }
 GROUP = ["task", "length", "model"]
 
-Example: TypeAlias = tuple[str, Response, dict[str, Tensor]]
-"""A task, a response, and its scores `[R]` by estimator."""
+Part: TypeAlias = dict[str, list[dict[str, Any]]]
+"""What was found on a source: rows of the lists of `Findings`."""
 
 
 @dataclass
 class Findings:
     """What was measured with the package's estimators and those of `--also`.
 
-    `judged` has a row for each source, way, estimator and response, `costs` for each source and estimator.
+    `judged` has a row for each source, way, estimator and response, `costs` for each source and estimator, and `scored` for
+    each response, with its scores `[R]` by estimator in float32.
     """
 
     probe: Probe
+    part: int
     added: Mapping[str, Score]
     sources: list[dict[str, Any]] = field(default_factory=list)
     judged: list[dict[str, Any]] = field(default_factory=list)
     costs: list[dict[str, Any]] = field(default_factory=list)
-    examples: list[Example] = field(default_factory=list)
+    scored: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, part: Part) -> None:
+        for name, rows in part.items():
+            getattr(self, name).extend(rows)
 
     @cached_property
     def estimators(self) -> dict[str, Score]:
         return {**package_estimators(), **self.added}
-
-    @property
-    def own(self) -> list[str]:
-        """Each importance at its own cost."""
-        return list({name.split()[0]: name for name in reversed(self.estimators)}.values())
-
-    def add(self, key: dict[str, Any], source: Source) -> None:
-        reasoning = sum(len(response.reasoning_R) for response in source.responses) / len(source.responses)
-        counts = {"scored": len(source.responses), "left out": source.unusable, "reasoning tokens": reasoning}
-        self.sources.append({**key, **counts, "right": source.right})
 
     @cached_property
     def main(self) -> pd.DataFrame:
@@ -96,7 +89,15 @@ class Findings:
 
     def shown(self) -> list[str]:
         """Names that examples have room for, the best first."""
-        return [name for name in self.summary.index if name in self.own]
+        return [name for name in self.summary.index if name in own_cost(self.estimators)]
+
+    def examples(self) -> list[dict[str, Any]]:
+        """A right and a wrong response of each task; long ones would fill the page."""
+        shown: dict[tuple[str, bool], dict[str, Any]] = {}
+        for row in self.scored:
+            if row["model"] == "model 0" and row["length"] != "long" and len(row["scores"]) == len(self.estimators):
+                shown.setdefault((row["task"], row["response"].right), row)
+        return [*shown.values()]
 
     def runs(self) -> dict[str, Any]:
         """For the JSON: means over each source's right and wrong responses, and costs."""
@@ -106,6 +107,18 @@ class Findings:
         columns = means.astype(object).where(means.notna(), None).to_dict("list")
         costs = pd.DataFrame(self.costs).round(4).to_dict("list")
         return {"sources": self.sources, "means": columns, "costs": costs}
+
+
+def own_cost(estimators: Mapping[str, Score]) -> list[str]:
+    """Each importance at its own cost."""
+    return list({name.split()[0]: name for name in reversed(estimators)}.values())
+
+
+def source_row(key: dict[str, Any], source: Source) -> dict[str, Any]:
+    """What was sampled."""
+    reasoning = sum(len(response.reasoning_R) for response in source.responses) / len(source.responses)
+    counts = {"scored": len(source.responses), "left out": source.unusable, "reasoning tokens": reasoning}
+    return {**key, **counts, "right": source.right}
 
 
 def estimate(rows: pd.DataFrame, metric: str) -> Estimate:
@@ -134,12 +147,16 @@ def _main(findings: Findings) -> Table:
     elsewhere = {f"top 20 %, {BF16}": (halves, "overlap"), f"itself in {BF16}": (halves, "own")}
     elsewhere[f"itself with {AGAIN}"] = again, "own"
     causal = ["causal recall"] * findings.causal
-    columns = ["estimator", "Spearman", "beyond position", "top 20 %", f"less {BASELINE}", *causal]
+    columns = ["estimator", "Spearman", "beyond position", "top 20 %", f"less {BASELINE}", "responses", *causal]
     columns += ["forward", "backward", "time", *elsewhere]
     lines = []
     for name, row in findings.summary.iterrows():
         line = [name, f"{row.spearman.value:.2f}", plus_minus(row.beyond), plus_minus(row.overlap)]
-        line += ["" if name == BASELINE else plus_minus(row.gain, "+"), *[plus_minus(row.recall)] * findings.causal]
+        line += [
+            "" if name == BASELINE else plus_minus(row.gain, "+"),
+            f"{row.overlap.count}",
+            *[plus_minus(row.recall)] * findings.causal,
+        ]
         line += [f"{row[cost]:.1f}" for cost in ("forward", "backward", "time")]
         line += [plus_minus(estimate(rows[name], of)) if name in rows else "" for rows, of in elsewhere.values()]
         lines.append(line)
@@ -179,10 +196,10 @@ def _sampled(findings: Findings) -> Table:
 def notes_of(findings: Findings, model: str | None) -> list[str]:
     """What benchmarks/README.md says about how the study is kept fair is not repeated."""
     notes = [
-        f"{len(findings.main) // len(findings.estimators)} responses; probe {findings.probe}. Spearman and overlap of the 20 % "
+        f"{len(findings.scored)} responses; probe {findings.probe}. Spearman and overlap of the 20 % "
         "largest scores are with exact OAR-P (PAD) in true float32 (no TF32). `itself`: overlap of an estimator's scores with "
-        "its own in float32. Columns of bfloat16 and of another seed, and other probes: the first "
-        f"{PART} responses of each source.",
+        "its own in float32. Columns of bfloat16 and of another seed, other probes, and estimators with fewer responses: the "
+        f"first {findings.part} of each source; what is less {BASELINE} is on the same responses.",
         "Beyond position: correlation of ranks, without the best quadratic function of the position; `position` is the place "
         "in the response, which knows nothing of the answer.",
         "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each source. They say nothing "

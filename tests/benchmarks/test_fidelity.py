@@ -11,7 +11,7 @@ import torch
 from benchmarks.fidelity.estimators import REFERENCE, added_estimators, counted_work, package_estimators
 from benchmarks.fidelity.responses import Batch, Response, Source
 from benchmarks.fidelity.scores import auc, causal_recall, mean_over_groups, rank_correlation, top_overlap
-from benchmarks.fidelity.study import Settings, report_on
+from benchmarks.fidelity.study import Settings, judge, report_on
 from benchmarks.fidelity.tables import BASELINE
 from benchmarks.report import silent
 from benchmarks.tiny.model import build_model
@@ -76,11 +76,13 @@ def test_intervals_hold_groups_together():
 
 def test_the_report_has_every_estimator(monkeypatch):
     working = {name: ALL[name] for name in (REFERENCE, BASELINE, "random")}
-    monkeypatch.setattr("benchmarks.fidelity.tables.package_estimators", lambda: working)
+    for module in ("tables", "study"):
+        monkeypatch.setattr(f"benchmarks.fidelity.{module}.package_estimators", lambda: working)
     rows = [response(16 + index, index) for index in range(3)]
     sources = [Source(task, 0, build_model(0, hidden=16, heads=2), rows, 1, 0.5) for task in ("made", "other")]
     also = ("python:tests.own_importance:Saliency",)
-    report = report_on(Settings(also=also, max_tokens=32, device="cpu"), sources, silent)
+    settings = Settings(also=also, max_tokens=32, device="cpu")
+    report = report_on(settings, (judge(settings, source, silent) for source in sources))
     for name in [*working, *OWN]:
         assert f"| {name} |" in report.markdown(None)
         assert f'<span class="who">{name}</span>' in report.extra["html"]

@@ -1,6 +1,7 @@
 """Problems with worked examples, a language model's responses to them, and the study of fidelity on it."""
 
 import json
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from benchmarks.fidelity.estimators import REFERENCE, package_estimators
 from benchmarks.fidelity.language import Writer
 from benchmarks.fidelity.responses import Batch, Source
-from benchmarks.fidelity.study import Settings, measure
+from benchmarks.fidelity.study import Settings, judge, measure
 from benchmarks.fidelity.tables import BASELINE
 from benchmarks.language import smollm2
 from benchmarks.language.problems import problems
@@ -82,19 +83,27 @@ def test_a_response_ends_and_its_answer_is_compared(made):
     assert writer.tokenizer.decode(written[1][0]).strip() == problem.prompt[-1]["content"]
 
 
-def test_the_study_of_a_language_model(made, questions, monkeypatch):
+def test_the_study_of_a_language_model(made, questions, monkeypatch, tmp_path):
     working = {name: package_estimators()[name] for name in (REFERENCE, BASELINE, "random")}
-    monkeypatch.setattr("benchmarks.fidelity.tables.package_estimators", lambda: working)
+    for module in ("tables", "study"):
+        monkeypatch.setattr(f"benchmarks.fidelity.{module}.package_estimators", lambda: working)
 
     def write(self, chats, longest):
         return [([5, 6], self.tokenizer(WRITTEN.format(n)).input_ids) for n in range(len(chats))]
 
     monkeypatch.setattr(Writer, "write", write)
     settings = Settings(
-        model=made, tasks=("words", "gsm8k"), questions=questions, responses=2, behind=("fisher:1",), device="cpu"
-    )
+        model=made, tasks=("words", "gsm8k"), questions=questions, responses=2, behind=("fisher:1",), device="cpu",
+        folder=tmp_path,
+    )  # fmt: skip
     settings.check()
+    measure(replace(settings, tasks=("gsm8k",)), silent)
+    judged = []
+    monkeypatch.setattr("benchmarks.fidelity.study.judge", lambda *given: judged.append(given[1].task) or judge(*given))
     report = measure(settings, silent)
+    assert judged == ["words"] * 2, "gsm8k is in the folder"
+    with pytest.raises(ValueError, match=r"--folder .*words_short\.pickle has other settings"):
+        measure(replace(settings, seed=1), silent)
     report.machine = None
     page = report.markdown(None)
     for row in ("| gsm8k short model 0 | 2 |", "| gsm8k long model 0 | 1 |", "| fisher layer 1 |", "| answer_joint |"):
