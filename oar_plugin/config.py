@@ -64,6 +64,16 @@ class PerturbationConfig(_Settings):
     lower priority than generation."""
 
 
+class AmortizeConfig(_Settings):
+    """The settings of `algorithm.oar.amortize`: importance of some responses, predicted for the others."""
+
+    share: float | None = Field(None, gt=0, le=1)
+    """Share of the responses that need credit whose importance is computed; that of the others is predicted from their hidden
+    states, without a backward or copies. null: all are computed. Until enough tokens were seen, all are computed too."""
+    least_overlap: float = Field(0.3, ge=0, le=1)
+    """If predictions share less of the top 20 % of a response's tokens with its computed importance, the share is doubled."""
+
+
 class DumpConfig(_Settings):
     """The settings of `algorithm.oar.dump`: responses for people to look at."""
 
@@ -90,7 +100,12 @@ class ContextConfig(_Settings):
     ground_truth, solution, answer. verl reads reward_model.ground_truth."""
 
 
-GROUPS: dict[str, type[BaseModel]] = {"perturbation": PerturbationConfig, "context": ContextConfig, "dump": DumpConfig}
+GROUPS: dict[str, type[BaseModel]] = {
+    "perturbation": PerturbationConfig,
+    "amortize": AmortizeConfig,
+    "context": ContextConfig,
+    "dump": DumpConfig,
+}
 """The keys of `algorithm.oar` that hold other keys."""
 
 
@@ -165,6 +180,8 @@ class OarConfig(_Settings):
     no such warning after the first step."""
     perturbation: PerturbationConfig = Field(default_factory=PerturbationConfig)
     """The masked copies of counterfactual importance."""
+    amortize: AmortizeConfig = Field(default_factory=AmortizeConfig)
+    """Importance of a share of the responses, predicted for the others."""
     context: ContextConfig = Field(default_factory=ContextConfig)
     """The prompts that show an answer; only contrast and contrast_own use them."""
     dump: DumpConfig = Field(default_factory=DumpConfig)
@@ -176,6 +193,10 @@ class OarConfig(_Settings):
             fault = f"probe={self.probe} needs to know where the answer is, but answer_patterns is empty"
             raise ValueError(f"{fault}; allowed: probe=last, or at least one pattern")
         self._check_conflicts(self.importance_object)
+        importance = self.importance_object
+        if self.amortize.share is not None and not (importance.backwards or importance.copies):
+            fault = f"amortize.share={self.amortize.share:g} with importance={self.importance}: it computes no scores"
+            raise ValueError(f"{fault} to predict; allowed: null, or an importance with a backward or copies")
         if self.offloads and (name := self.actor_importance) is not None:
             try:
                 fallback = importance_of(name)

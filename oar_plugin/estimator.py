@@ -58,9 +58,13 @@ def weigh(
     high_B = importance_BL.masked_fill(~reasoning_BL, -torch.inf).amax(-1)
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~(high_B > low_B), Status.CONSTANT)
 
+    kind = kind or config.importance_object
+    if kind.learns:  # before the first fit every prediction is 0
+        status_B = status_B.masked_fill((status_B == Status.CONSTANT) & (high_B == 0), Status.LEARNING)
+
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
     gate = config.gate_object
-    if (kind or config.importance_object).arbitrary_scale and not gate.order_only:
+    if kind.arbitrary_scale and not gate.order_only:
         importance_BL = relative(importance_BL, usable_BL)
     # A response on which a user's gate or importance fails must not spoil the batch. An actor that raised would leave the other
     # ranks waiting for it.

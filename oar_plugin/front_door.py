@@ -23,6 +23,7 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.watch import Watch
 from oar_plugin.passes.contexts import ContextPrompts, Contexts, PromptSource, longest_of
 from oar_plugin.passes.plain import in_eval_mode, log_probs
+from oar_plugin.passes.prediction import Predictor
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
@@ -47,6 +48,7 @@ class Credit:
     status: list[Status]  # one per response. All except SCORED say why the response falls back to GRPO
     metrics: dict[str, float]  # as a run logs them under `oar/`
     config: OarConfig
+    predictor: Predictor | None = field(default=None, repr=False, compare=False)  # what was learned; for the next call
     tokenizer: Any = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -89,6 +91,7 @@ def importance(
     temperature: float = 1.0,
     step: int = 1,
     max_tokens: int | None = None,
+    predictor: Predictor | None = None,
     **settings: Any,
 ) -> Credit:
     """Returns how much each reasoning token of each response matters, and the weights that follow.
@@ -104,11 +107,14 @@ def importance(
         prompts: B texts, chats (lists of messages, for the tokenizer's chat template) or sequences of token ids.
         responses: B texts or sequences of token ids, without special tokens before them. Both may be a tokenizer's output.
         truths: B right answers, and `advantages` `[B]`, of which only the sign counts: for an importance that shows the right
-            answer in another prompt (`contrast`). It needs `prompts` and responses without `segments`.
+            answer in another prompt (`contrast`). It needs `prompts` and responses without `segments`. `value` learns from
+            `advantages` too.
         tokenizer: the model's tokenizer; not needed with `input_ids`, `attention_mask` and `segments`.
         temperature: the sampling temperature of the responses.
         step: training step, on which signs, noise and the probe's warm-up depend.
         max_tokens: maximum number of tokens per forward, with padding; a longer row runs alone. None: as many as take 2 GiB.
+        predictor: that of an earlier call's result, which learns on. None: a new one, if `amortize.share` or the importance
+            needs one; it scores all responses, or learns from their `advantages`.
         settings: keys of `algorithm.oar`: `importance`, `gate`, `tau`, `probe`, `answer_patterns`, `perturbation`, ...
 
     Raises:
@@ -132,6 +138,10 @@ def importance(
     config: Any = model.config
     text, padding = config.get_text_config(), config if tokenizer is None else None
     credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding, contexts=True)
+    if predictor is not None:
+        same = type(predictor) is type(credit.predictor)
+        _check(same, f"predictor={type(predictor).__name__}", "must be of a call with the same settings")
+        credit.predictor = predictor
     if max_tokens is None:
         # A layer keeps about 10 states of a token for a backward, and 3 of its MLP, which are wider.
         graph = 32 * text.hidden_size * text.num_hidden_layers * next(model.parameters()).element_size()
@@ -189,7 +199,9 @@ def importance(
         segments_BL, status_B = _checked_segments(segments_BL)
     segments_BL = segments_BL.to(torch.int8)
     if contexts is None:
-        importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens)
+        sign_B = torch.zeros(len(rows)) if advantages is None else torch.as_tensor(advantages).float().sign()
+        _check(sign_B.shape == (len(rows),), _shape("advantages", sign_B), f"must be ({len(rows)},)")
+        importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens, sign_B=sign_B)
     else:
         with in_eval_mode(model):
             run = partial(log_probs, model, temperature=temperature, max_tokens=max_tokens)
@@ -198,8 +210,9 @@ def importance(
     status = [Status(int(value)) for value in even.status_B]
     Watch(credit.config.fallback_warning, 1).see(step, {f"oar/{name}": value for name, value in even.metrics.items()})
     return Credit(
-        token_BL, mask_BL, importance_BL, even.weight_BL, segments_BL, status, even.metrics, credit.config, tokenizer
-    )
+        token_BL, mask_BL, importance_BL, even.weight_BL, segments_BL, status, even.metrics, credit.config,
+        credit.predictor, tokenizer,
+    )  # fmt: skip
 
 
 def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: Any) -> estimator.Reshaped:

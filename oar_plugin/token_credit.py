@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from oar_plugin.config import PREFIX, OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.diagnostics import Status, summarize
+from oar_plugin.credit.diagnostics import MEASURE_NAMES, Status, summarize
 from oar_plugin.credit.importance import without_contexts
 from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.credit.watch import Watch
@@ -26,7 +26,8 @@ from oar_plugin.estimator import rewarded, weigh
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import Header, Response, header_for
 from oar_plugin.passes.contexts import Contexts, LogProbs
-from oar_plugin.passes.plain import batch_importance, in_eval_mode
+from oar_plugin.passes.plain import batch_importance, in_eval_mode, predicted_importance
+from oar_plugin.passes.prediction import predictor_of
 from oar_plugin.passes.request import Request, replacement_token
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows, warn_once
 from oar_plugin.passes.tokens import TokenBytes
@@ -66,6 +67,7 @@ class CreditedBatch:
     segments_BL: Tensor  # a `Segment` per token
     weight_BL: Tensor  # 1 at all tokens of a response that falls back to GRPO
     status_B: Tensor  # int64, a `Status` per response
+    predicted_B: Tensor | None  # bool, whether importance was predicted; None: no importance is
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class ReshapedBatch(CreditedBatch):
     """What `TokenCredit.reshape` returns: its inputs and results."""
 
     advantage_BL: Tensor  # after reshaping, for the loss
-    measure_B4: Tensor  # float32, `MEASURE_NAMES` of each response (`credit/diagnostics.py`); 0 if it is not SCORED
+    # float32, `MEASURE_NAMES` of each response, and if importance is predicted `PREDICTION_NAMES` (`credit/diagnostics.py`)
+    measure_BM: Tensor
     metrics: dict[str, float]  # by name, without the prefix `oar/`
 
 
@@ -119,6 +122,8 @@ class TokenCredit:
             self._token_bytes = TokenBytes(tokenizer)
             self._eos_token_ids = end_of_sequence_tokens(tokenizer, generation_config)
         self.watch = Watch(self.config.fallback_warning)
+        self.predictor = predictor_of(self.config)
+        self._prediction_B3: Tensor | None = None  # of the last batch, until `reshape`
         self._replacement = replacement_token(self.config, padding or tokenizer)
         if self._replacement in self._eos_token_ids:
             setting = f"{prefix}.perturbation.replacement=pad"
@@ -180,6 +185,8 @@ class TokenCredit:
         max_tokens: int,
         max_over_ranks: Callable[[int], int] = lambda count: count,
         checkpoint_activations: bool = False,
+        sign_B: Tensor | None = None,
+        sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> Tensor:
         """Returns the importance of each response token, float32 `[B, L]`; 0 at tokens that are not scored.
 
@@ -191,6 +198,8 @@ class TokenCredit:
             max_tokens: maximum number of tokens per forward, with padding. A longer row runs alone.
             max_over_ranks: takes a count, returns the maximum of this count over all ranks.
             checkpoint_activations: recompute activations in the backward, to save memory.
+            sign_B: signs of the responses' advantages, for an importance that learns from them. None: all are 0.
+            sum_over_ranks: takes a tensor, returns its sum over all ranks. Needed if importance is predicted or learned.
 
         Raises:
             UnsupportedModelError: importance cannot be computed with this model (`oar_plugin.passes.taps.check_model`).
@@ -198,8 +207,14 @@ class TokenCredit:
         """
         before = batch.prompt_columns
         rows = batch.token_BT, pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE)), batch.mask_BT
+        how = max_tokens, checkpoint_activations, max_over_ranks
         with in_eval_mode(model), torch.enable_grad():
-            importance_BT = batch_importance(model, request, *rows, max_tokens, checkpoint_activations, max_over_ranks)
+            if self.predictor is None:
+                importance_BT = batch_importance(model, request, *rows, *how)
+            else:
+                signs = torch.zeros(len(segments_BL)) if sign_B is None else sign_B.cpu()
+                predicted = predicted_importance(model, request, self.predictor, *rows, signs, *how, sum_over_ranks)
+                importance_BT, self._prediction_B3 = predicted
         return importance_BT[:, before:]
 
     def contrast(
@@ -223,10 +238,14 @@ class TokenCredit:
     ) -> ReshapedBatch:
         """Multiplies the host's normalised advantages with the gate's weights, like `oar_plugin.estimator.reshape`."""
         reasoning_BL, status_B = segments_BL == Segment.REASONING, rewarded(status_B, advantage_BL)
-        weight_BL, status_B, measure_B4 = weigh(importance_BL, reasoning_BL, status_B, self.config)
+        weight_BL, status_B, measure_BM = weigh(importance_BL, reasoning_BL, status_B, self.config)
+        if self._prediction_B3 is not None:
+            measure_BM = torch.cat([measure_BM, self._prediction_B3.to(measure_BM)], -1)
+            self._prediction_B3 = None
         credited = step, advantage_BL, importance_BL, segments_BL, weight_BL, status_B  # the fields of `CreditedBatch`
-        metrics = summarize(measure_B4, status_B)
-        return ReshapedBatch(*credited, advantage_BL * weight_BL, measure_B4, metrics)
+        metrics, own = summarize(measure_BM, status_B), measure_BM.shape[1] == len(MEASURE_NAMES)
+        predicted_B = None if own else measure_BM[:, len(MEASURE_NAMES)].bool()
+        return ReshapedBatch(*credited, predicted_B, advantage_BL * weight_BL, measure_BM, metrics)
 
     def record(
         self,
@@ -251,7 +270,10 @@ class TokenCredit:
         # All own tokens have the same advantage; it is 0 at tool output. A response without tokens has an empty span. Its
         # advantage is then read from all columns of the row, if there are any.
         advantages = credited.host_advantage_BL[row, span].tolist() or credited.host_advantage_BL[row].tolist()
-        scores = {importance or self.config.importance_object.name: credited.importance_BL[row, span].tolist()}
+        name = importance or self.config.importance_object.name
+        if credited.predicted_B is not None and credited.predicted_B[row] and not self.config.importance_object.learns:
+            name = f"{name}, predicted"
+        scores = {name: credited.importance_BL[row, span].tolist()}
         fields = known | {name: value[span].tolist() for name, value in known.items() if isinstance(value, Tensor)}
         return Response(
             step=credited.step,

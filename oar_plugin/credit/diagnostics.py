@@ -9,7 +9,7 @@ from oar_plugin.credit.gate import TINY, row_sums, sorted_rows
 
 
 class Status(enum.IntEnum):
-    """The outcome of one response. Every status except `SCORED` and `NOT_NEEDED` is a counted fallback to GRPO."""
+    """The outcome of one response. Every status except `SCORED`, `NOT_NEEDED` and `LEARNING` is a counted fallback to GRPO."""
 
     SCORED = 0
     NOT_NEEDED = 1  # its advantage is exactly zero: no weight would change anything
@@ -31,10 +31,13 @@ class Status(enum.IntEnum):
     NO_CONTEXT = 15  # no right answer is known, or no prompt can show it; or there is no wrong answer to show
     CONTEXT_TOO_LONG = 16
     BAD_REWARD = 17  # it has no reward, or its advantage is NaN or infinite, because its reward or a sibling's is
+    LEARNING = 18  # the importance learns from outcomes, and this is its first step
 
 
 MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # the columns of `measured`
-FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))
+# Of predicted importance, three further columns: 1 if it was predicted; agreement of a prediction with computed scores, or NaN.
+PREDICTION_NAMES = "amortize/predicted", "amortize/overlap", "amortize/rank_correlation"
+FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED, Status.LEARNING))
 
 
 def effective_sample_size(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
@@ -61,12 +64,15 @@ def measured(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:
     return torch.stack([*shares, weight_BL.masked_fill(~keep_BL, 0.0).amax(-1), keep_BL.sum(-1).float()], -1)
 
 
-def summarize(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:
+def summarize(measure_BM: Tensor, status_B: Tensor) -> dict[str, float]:
     """Returns metrics of one batch by name, without prefix, from the measures (`measured`) and statuses of its responses.
+
+    Columns behind those of `measured` are `PREDICTION_NAMES`.
 
     * `scored`: share of the batch. `answer_found`: share of the responses that needed credit; absent if none did.
     * `fallback/any`, `fallback/<reason>`: shares of the responses that needed credit; 0 if none did.
     * `ess_ratio`, `top10_mass`, `reasoning_tokens`: means over scored responses. `weight_max`. Absent if none was scored.
+    * `PREDICTION_NAMES`: means over the scored responses that have them. Absent if none has.
     """
     scored_B = status_B == Status.SCORED
     needed = int((status_B != Status.NOT_NEEDED).sum())
@@ -78,6 +84,7 @@ def summarize(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:
         metrics[f"fallback/{reason.name.lower()}"] = int((status_B == reason).sum()) / max(1, needed)
     metrics["fallback/any"] = sum(metrics[f"fallback/{r.name.lower()}"] for r in FALLBACKS)
     if scored_B.any():
-        columns = dict(zip(MEASURE_NAMES, measure_B4[scored_B].unbind(-1), strict=True))
-        metrics |= {name: (c.max() if name == "weight_max" else c.mean()).item() for name, c in columns.items()}
+        columns = dict(zip(MEASURE_NAMES + PREDICTION_NAMES, measure_BM[scored_B].unbind(-1), strict=False))
+        means = {name: (c.max() if name == "weight_max" else c.nanmean()).item() for name, c in columns.items()}
+        metrics |= {name: mean for name, mean in means.items() if name not in PREDICTION_NAMES or mean == mean}
     return metrics

@@ -29,11 +29,14 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Backward, Forward, Importance, Parts, Rows
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds
 from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows, pool
+from oar_plugin.credit.regression import COLUMNS, projected
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import CHUNK, Project, projected_back, read_logits, scalar_with
 from oar_plugin.passes.taps import Tap, to_device
 
+SEEN = 4096
+"""Hidden states that are projected at a time."""
 FP16_EXPONENT = 6
 """In fp16, the gradient at the hidden states is scaled to a norm below `2 ** FP16_EXPONENT`.
 
@@ -87,11 +90,20 @@ class Scores:
     `score_KT` has the scores from each of the importance's K backwards, summed over the draws of random signs or noise.
     `entropy_T` is the entropy in nats of the distribution that the token was sampled from, and `log_prob_T` the token's
     log-probability. Each is computed if it is in `Importance.reads`: at reasoning tokens, and at answer tokens if a
-    `Backward` has `rows="later"`. At all other tokens it is 0.
+    `Backward` has `rows="later"`. At all other tokens it is 0. `hidden_TP`: the projected hidden states of reasoning tokens
+    and of the tokens before these, `[0, P]` if they are not read.
     """
 
-    def __init__(self, importance: Importance, num_tokens: int, device: torch.device) -> None:
-        count, names = len(importance.backwards), sorted(importance.reads)
+    def __init__(
+        self,
+        importance: Importance,
+        num_tokens: int,
+        device: torch.device,
+        reads_hidden: bool = False,
+        reads: frozenset[str] | None = None,
+    ) -> None:
+        count, names = len(importance.backwards), sorted(importance.reads if reads is None else reads)
+        self.hidden_TP = torch.zeros(num_tokens * reads_hidden, COLUMNS, device=device)
         self.all_NT = torch.zeros(count + len(names), num_tokens, device=device)
         self.score_KT, self.reads_NT = self.all_NT[:count], self.all_NT[count:]
         self.readings = dict(zip(names, self.reads_NT, strict=True))
@@ -99,8 +111,10 @@ class Scores:
         self.entropy_T, self.log_prob_T = (self.readings.get(name, nothing_T) for name in ("entropy", "log_prob"))
 
     def total(self, summed: Callable[[Tensor], Tensor]) -> None:
-        """Replaces all values with their sums over ranks. `summed` returns the sum of one vector; it is called once."""
-        self.all_NT.copy_(summed(self.all_NT.flatten()).view_as(self.all_NT))
+        """Replaces all values with their sums over ranks. `summed` returns the sum of one vector."""
+        for values in (self.all_NT, self.hidden_TP):
+            if values.numel():
+                values.copy_(summed(values.flatten()).view_as(values))
 
 
 class MicroBatchPass:
@@ -108,7 +122,7 @@ class MicroBatchPass:
 
     `layout` says where its tokens are. None: `tap` will be told. `scores` collects the results, on the device of the layout;
     `place_T` (int64, on the CPU) has the index in `scores` of each token of the micro-batch. By default the micro-batch gets
-    its own `Scores`.
+    its own `Scores`. `reads_log_prob`: log-probs are read even if the importance does not need them.
     """
 
     layout: Layout
@@ -121,12 +135,14 @@ class MicroBatchPass:
         layout: Layout | None = None,
         scores: Scores | None = None,
         place_T: Tensor | None = None,
+        reads_log_prob: bool = False,
     ) -> None:
         self.request, self.packed, self.importance = request, packed, request.importance_object
+        self.reads = self.importance.reads | ({"log_prob"} if reads_log_prob else frozenset())
         # Entropies and log-probs need logits without noise. If no backward has noise and a backward starts from
         # reasoning rows, its forward computes these logits anyway. Otherwise the first forward (noise-free) does.
         noisy, backwards = self.importance.noisy, self.importance.backwards
-        self._read_first = bool(self.importance.reads) and (noisy or not any(b.of_reasoning for b in backwards))
+        self._read_first = bool(self.reads) and (noisy or not any(b.of_reasoning for b in backwards))
         self._first = None if noisy or not backwards else 0
         # Values from one forward that its backward or a later forward needs.
         self._noise_free_BV: Tensor | None = None  # pooled logits of the probe without noise
@@ -140,7 +156,10 @@ class MicroBatchPass:
         self.layout, self._placed = layout, True
         packed, request, num_tokens = self.packed, self.request, len(self.packed.token_T)
         num_responses = len(packed.offsets) - 1
-        self.scores = Scores(self.importance, num_tokens, layout.device) if scores is None else scores
+        hidden = request.reads_hidden
+        self.scores = (
+            Scores(self.importance, num_tokens, layout.device, hidden, self.reads) if scores is None else scores
+        )
         place_T = torch.arange(num_tokens) if place_T is None else place_T
         response_T, reasoning_T = packed.response_T, packed.reasoning_T
         seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
@@ -150,17 +169,21 @@ class MicroBatchPass:
             return rows.select(layout.local_T[rows.position_N] >= 0)
 
         answer = local_rows(packed.segments_T == Segment.ANSWER, request.probe)
-        reasoning = local_rows(reasoning_T & self.importance.reasoning_rows, "answer_joint")
+        reasoning = local_rows(reasoning_T & (self.importance.reasoning_rows or bool(self.reads)), "answer_joint")
         later = reasoning
         if any(backward.rows == "later" for backward in self.importance.backwards):
             later = local_rows(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
+        seen_T = reasoning_T | reasoning_T.roll(-1)  # and the token before; a response does not open a sequence
+        seen_N = (seen_T & (layout.local_T >= 0) & hidden).nonzero()[:, 0]
         held_N = (layout.embedding_T >= 0).nonzero()[:, 0]  # the tokens whose embeddings are here
         noisy_N = held_N[reasoning_T[held_N]]
         held = layout.embedding_T[held_N], place_T[held_N]
         noise = layout.embedding_T[noisy_N], response_T[noisy_N], packed.place_T[noisy_N]
         tables = (rows.table_5N for rows in (answer, reasoning, later))
-        copied = to_device(layout.device, layout.local_T, place_T, seed_B, *held, *noise, *tables)
-        self._local_T, self._place_T, self._seed_B, self._held_N, self._held_place_N, *self._noisy = copied[:-3]
+        seen = layout.local_T[seen_N], place_T[seen_N]
+        copied = to_device(layout.device, layout.local_T, place_T, seed_B, *seen, *held, *noise, *tables)
+        self._local_T, self._place_T, self._seed_B, *of_tokens = copied[:-3]
+        self._seen_N, self._seen_place_N, self._held_N, self._held_place_N, *self._noisy = of_tokens
         self._answer, self._reasoning, self._later = (AnswerRows(table_5N, num_responses) for table_5N in copied[-3:])
 
     def tap(self, forward: Forward, layout: Layout | None = None) -> Tap:
@@ -170,15 +193,21 @@ class MicroBatchPass:
         """
         if not self._placed and layout is not None:
             self._place(layout)
-        reads = self._read_first and forward.draw == 0 and forward.backward == self._first
+        first = forward.draw == 0 and forward.backward == self._first
+        reads, sees = self._read_first and first, self.request.reads_hidden and first
         backward = None if forward.backward is None else self.importance.backwards[forward.backward]
         rows = {"reasoning": self._reasoning, "later": self._later}.get(backward.rows if backward else "", self._answer)
-        count = len(rows)
-        positions = [rows.position_N, *([self._later.position_N] if reads else [])]
+        positions = [self._local_T[rows.position_N], *([self._local_T[self._later.position_N]] if reads else [])]
+        count, read = len(rows), sum(map(len, positions))
 
         def probe(project: Project, hidden_NH: Tensor) -> Tensor | None:
+            if sees:
+                for chosen_N, chunk_NH in zip(
+                    self._seen_place_N.split(SEEN), hidden_NH[read:].detach().split(SEEN), strict=True
+                ):
+                    self.scores.hidden_TP[chosen_N] = projected(chunk_NH)
             if reads:
-                read_logits(project, hidden_NH[count:], lambda z, at: self._read(self._later.select(at), z.float()))
+                read_logits(project, hidden_NH[count:read], lambda z, at: self._read(self._later.select(at), z.float()))
             if backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
                     self._noise_free_BV = self._pooled(project, hidden_NH[:count])
@@ -199,7 +228,7 @@ class MicroBatchPass:
                 gradient_NH = gradient_NH * self._scale
             return scalar_with(gradient_NH, hidden_NH[:count])
 
-        row_N, rows_only = self._local_T[torch.cat(positions)], not forward.log_probs
+        row_N, rows_only = torch.cat([*positions, self._seen_N] if sees else positions), not forward.log_probs
         receive = None if backward is None else partial(self._receive, forward.backward)
         noise = self.noise(forward.draw) if backward is not None and backward.noise else None
         return Tap(row_N, probe, rows_only, receive, noise, self.layout.columns)
@@ -268,10 +297,10 @@ class MicroBatchPass:
         with torch.autocast(logits_NV.device.type, enabled=False):
             logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
             entropy_N = None
-            if backward.of_reasoning and self.importance.reads:
+            if backward.of_reasoning and self.reads:
                 if not self._read_first:
                     self._read(rows, logits_NV)
-                if "entropy" in self.importance.reads:
+                if "entropy" in self.reads:
                     entropy_N = self.scores.entropy_T[self._place_T[rows.position_N + 1]]
             seed_N = position_seeds(self._seeds(forward)[rows.response_N], rows.ordinal_N)
             return self._coefficients(forward, logits_NV, seed_N, rows.token_N, entropy_N=entropy_N)
@@ -296,9 +325,9 @@ class MicroBatchPass:
         with torch.autocast(logits_NV.device.type, enabled=False):
             sampled_NV = logits_NV if temperature == 1 else logits_NV / temperature
             at_N = self._place_T[rows.position_N + 1]
-            if "entropy" in self.importance.reads:
+            if "entropy" in self.reads:
                 self.scores.entropy_T[at_N] = vocabulary.entropy(sampled_NV)
-            if "log_prob" in self.importance.reads:
+            if "log_prob" in self.reads:
                 self.scores.log_prob_T[at_N] = vocabulary.log_prob(sampled_NV, rows.token_N)
 
     def _pools(self, backward: Backward) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,11 +11,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
+from oar_plugin.credit.noise import response_seeds
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
 from oar_plugin.passes.masked_copies import MaskedCopies
+from oar_plugin.passes.prediction import Amortized, Features, Learned
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps, to_device
 from oar_plugin.passes.trial import Reading, check_by_trial
+
+NOTHING_11 = torch.zeros(1, 1, dtype=torch.long)
+"""Token 0, `Segment.OUTSIDE`: what a rank runs that has fewer micro-batches than another one."""
 
 
 def gradient_importance(
@@ -38,8 +44,26 @@ def gradient_importance(
     Raises:
         UnsupportedModelError: importance cannot be computed with this model (see `check_model`).
     """
+    packed, given, scores = _run(model, request, (token_BL, segments_BL, mask_BL), checkpoint_activations)
+    importance_T = importance_of_scores(request, packed, scores)
+    flat = importance_T.new_zeros(token_BL.numel())
+    flat[given.local_T] = importance_T
+    return flat.view(token_BL.shape).to(token_BL.device)
+
+
+def _run(
+    model: nn.Module,
+    request: Request,
+    rows: tuple[Tensor, Tensor, Tensor | None],
+    checkpoint_activations: bool,
+) -> tuple[Packed, Layout, Scores]:
+    """The forwards and backwards of one micro-batch: `token_BL`, `segments_BL` and `mask_BL` of `gradient_importance`.
+
+    Returns the packed rows, where they are in the padded ones, and their scores, by packed token.
+    """
+    token_BL, _, mask_BL = rows
     device = next(model.parameters()).device
-    packed, given = packed_rows(token_BL, segments_BL, mask_BL, device)
+    packed, given = packed_rows(*rows, device)
     input_BL, layout = token_BL.cpu(), given
     if mask_BL is not None:
         # Padding behind each row needs no mask and no positions: models count these in different ways.
@@ -48,16 +72,13 @@ def gradient_importance(
         input_BL = torch.zeros_like(keep_BL, dtype=torch.long).masked_scatter(keep_BL, packed.token_T)
         layout = packed_rows(input_BL, input_BL, keep_BL, device)[1]
     (input_BL,) = to_device(device, input_BL)
-    micro_batch = MicroBatchPass(request, packed, layout)
+    micro_batch = MicroBatchPass(request, packed, layout, reads_log_prob=request.reads_hidden)
     with ModelTaps(model, checkpoint_activations) as taps:
-        for forward in request.importance_object.forwards(request.config.num_draws, log_probs=False):
+        for forward in request.forwards(log_probs=False):
             with taps.running(forward):
                 taps.tap = micro_batch.tap(forward)
                 model(input_ids=input_BL, use_cache=False)
-    importance_T = importance_of_scores(request, packed, micro_batch.scores)
-    flat = importance_T.new_zeros(token_BL.numel())
-    flat[given.local_T] = importance_T
-    return flat.view(token_BL.shape).to(token_BL.device)
+    return packed, given, micro_batch.scores
 
 
 def batch_importance(
@@ -81,23 +102,105 @@ def batch_importance(
     groups = _of_like_length(rows, mask.sum(-1), max_tokens)
     # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
     most = max_over_ranks(len(groups))
-    if most:
-        sequence = token[mask].to(next(model.parameters()).device)
-        check_by_trial(model, request, sequence, partial(_read, model), max_over_ranks)
+    _try(model, request, token, mask, most, max_over_ranks)
     for group in groups:
         part = token[group], segments[group], mask[group]
         importance_BL[group] = gradient_importance(model, request, *part, checkpoint_activations)
     for _ in range(most - len(groups)):
-        nothing_11 = torch.zeros(1, 1, dtype=torch.long)  # token 0, `Segment.OUTSIDE`
-        gradient_importance(model, request, nothing_11, nothing_11, None, checkpoint_activations)
+        gradient_importance(model, request, NOTHING_11, NOTHING_11, None, checkpoint_activations)
     if request.importance_object.copies is not None:
         rows_BL = token, segments, mask, importance_BL
         importance_BL = copies_importance(model, request, *rows_BL, max_tokens, max_over_ranks)
-    # Some FSDP2 modules keep frozen weights gathered until a backward, so they are released here.
+    _release(model)
+    return importance_BL.to(token_BL.device)
+
+
+def predicted_importance(
+    model: nn.Module,
+    request: Request,
+    predictor: Amortized | Learned,
+    token_BL: Tensor,
+    segments_BL: Tensor,
+    mask_BL: Tensor,
+    sign_B: Tensor,
+    max_tokens: int = 2**13,
+    checkpoint_activations: bool = False,
+    max_over_ranks: Callable[[int], int] = lambda count: count,
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+) -> tuple[Tensor, Tensor]:
+    """`batch_importance` with a `predictor`, which then has learned from the batch; and int `PREDICTION_NAMES`, `[B, 3]`.
+
+    `sign_B` are the signs of advantages, which only `Learned` reads. `sum_over_ranks` returns a tensor's sum over all ranks.
+    Before `Learned` has learned, importance is 0.
+    """
+    token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
+    importance_BL, device = torch.zeros(token.shape), next(model.parameters()).device
+    prediction_B3 = torch.tensor([[0.0, torch.nan, torch.nan]]).repeat(len(token), 1)
+    rows = (segments == Segment.REASONING).any(-1).nonzero()[:, 0]
+    packed = packed_rows(token[rows], segments[rows], mask[rows])[0]
+    seed_R = response_seeds(packed.token_T, packed.response_T, len(rows), request.seed)
+    scored_R = predictor.chosen(seed_R) if isinstance(predictor, Amortized) else torch.zeros(len(rows)).bool()
+    _try(model, request, token, mask, max_over_ranks(len(rows)), max_over_ranks)
+
+    def run(asked: Request, wanted: Tensor) -> Iterator[tuple[Tensor, Packed, Scores, Features]]:
+        groups = _of_like_length(wanted, mask.sum(-1), max_tokens)
+        most = max_over_ranks(len(groups))
+        for group in groups:
+            part = token[group], segments[group], mask[group]
+            packed, _, scores = _run(model, asked, part, checkpoint_activations)
+            yield group, packed, scores, Features(packed, scores, scores.log_prob_T)
+        for _ in range(most - len(groups)):
+            _run(model, asked, (NOTHING_11, NOTHING_11, None), checkpoint_activations)
+
+    def store(group: Tensor, importance_T: Tensor) -> None:
+        part_KL = torch.zeros(len(group), token.shape[1])
+        part_KL[mask[group]] = importance_T
+        importance_BL[group] = part_KL
+
+    if isinstance(predictor, Amortized):
+        learned = list[tuple[Tensor, Features]]()
+        for group, packed, scores, features in run(request, rows[scored_R]):
+            store(group, importance_of_scores(request, packed, scores))
+            learned.append((group, features))
+        if request.importance_object.copies is not None:
+            own = segments.clone()
+            own[rows[~scored_R]] = int(Segment.OUTSIDE)
+            batch = token, own, mask, importance_BL
+            importance_BL = copies_importance(model, request, *batch, max_tokens, max_over_ranks)
+        for group, features in learned:
+            prediction_B3[group, 1:] = predictor.learn(features, importance_BL[group][mask[group]])
+        predictor.close(sum_over_ranks, device)
+    predicted = rows[~scored_R]
+    prediction_B3[predicted, 0] = 1.0
+    for group, _, _, features in run(replace(request, predicts=True), predicted):
+        store(group, predictor.predict(features))
+        if isinstance(predictor, Learned):
+            predictor.learn(features, sign_B[group])
+    if isinstance(predictor, Learned):
+        predictor.close(sum_over_ranks, device)
+    _release(model)
+    return importance_BL.to(token_BL.device), prediction_B3
+
+
+def _try(
+    model: nn.Module,
+    request: Request,
+    token_BL: Tensor,
+    mask_BL: Tensor,
+    most: int,
+    max_over_ranks: Callable[[int], int],
+) -> None:
+    """`check_by_trial` on the batch's own tokens, if any rank runs the model."""
+    if most:
+        sequence = token_BL[mask_BL].to(next(model.parameters()).device)
+        check_by_trial(model, request, sequence, partial(_read, model), max_over_ranks)
+
+
+def _release(model: nn.Module) -> None:
+    """Some FSDP2 modules keep frozen weights gathered until a backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return importance_BL.to(token_BL.device)
 
 
 @torch.no_grad()

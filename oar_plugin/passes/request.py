@@ -43,6 +43,7 @@ class Request:
     temperature: float = 1.0  # sampling temperature of the responses
     importance_only: bool = False  # log-probs and entropy are not wanted (bypass mode)
     replacement_token: int | None = None  # replaces masked tokens; None: a draw from the model's prediction
+    predicts: bool = False  # no scores but hidden states, from which scores are predicted
 
     @classmethod
     def of_step(cls, config: OarConfig, step: int, **more: Any) -> "Request":
@@ -57,11 +58,18 @@ class Request:
 
     @property
     def importance_object(self) -> Importance:
-        return importance_of(self.importance)
+        return Importance() if self.predicts else importance_of(self.importance)
 
-    def forwards(self) -> list[Forward]:
-        """The forwards of the gradient pass over a micro-batch, in order."""
-        return self.importance_object.forwards(self.config.num_draws, log_probs=not self.importance_only)
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether scores are predicted from hidden states, of some responses at least."""
+        return self.config.amortize.share is not None or importance_of(self.importance).learns
+
+    def forwards(self, log_probs: bool = True) -> list[Forward]:
+        """The forwards of the gradient pass over a micro-batch, in order. `log_probs`: the host takes them from the first."""
+        log_probs &= not self.importance_only or self.reads_hidden
+        plan = self.importance_object.forwards(self.config.num_draws, log_probs)
+        return plan or [Forward(None, log_probs=log_probs)] * self.reads_hidden
 
     def to_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"config": self.config.model_dump()}

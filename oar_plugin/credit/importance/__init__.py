@@ -20,12 +20,26 @@ from oar_plugin.credit.importance.oar_g import OarG
 from oar_plugin.credit.importance.oar_p import OarP
 from oar_plugin.credit.importance.random import Random
 from oar_plugin.credit.importance.span_masking import SpanMasking
+from oar_plugin.credit.importance.value import Value
 
 __all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "importance_of"]
 
 IMPORTANCES: dict[str, Importance] = {
     kind.name: kind()
-    for kind in (Fisher, OarG, Decision, OarP, Hybrid, Grail, SpanMasking, Contrast, OwnContrast, Entropy, Random)
+    for kind in (
+        Fisher,
+        OarG,
+        Decision,
+        OarP,
+        Hybrid,
+        Grail,
+        SpanMasking,
+        Value,
+        Contrast,
+        OwnContrast,
+        Entropy,
+        Random,
+    )
 }
 
 

@@ -123,6 +123,8 @@ class Importance:
     # Other prompts, by what they show. The host's log-prob pass runs again with the response after each. Only `contrast` and
     # `contrast_own` have contexts; a class of your own is refused with them.
     contexts: ClassVar[tuple[Shown, ...]] = ()
+    # Whether scores come from a regression on hidden states that earlier steps have fitted (`oar_plugin.passes.prediction`).
+    learns: ClassVar[bool] = False
     # The scale of the scores depends on the model (Fisher norm: 1 / embedding^2): gates that use it get scores divided by the
     # response's mean. False: the scores have a unit, such as nats.
     arbitrary_scale: ClassVar[bool] = True
@@ -155,7 +157,7 @@ class Importance:
     @property
     def runs_model(self) -> bool:
         """Whether the importance needs the model: a gradient pass or copies."""
-        return bool(self.backwards or self.reads or self.copies)
+        return bool(self.backwards or self.reads or self.copies or self.learns)
 
     @property
     def noisy(self) -> bool:

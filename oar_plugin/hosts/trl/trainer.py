@@ -139,7 +139,7 @@ class OarGRPOTrainer(GRPOTrainer):
             contexts = self._contexts(inputs, output, batch)
             importance_BL = credit.contrast(batch, contexts, segments_BL, status_B, self._log_probs_after)
         else:
-            importance_BL = self._importance(batch, segments_BL, request)
+            importance_BL = self._importance(batch, segments_BL, request, output["advantages"].sign())
         advantage_BL = output["advantages"][:, None].expand(segments_BL.shape)
         reshaped = credit.reshape(step, advantage_BL, importance_BL, segments_BL, status_B)
         metrics = self._credit_metrics(reshaped) | {"oar/seconds": time.perf_counter() - started}
@@ -186,7 +186,7 @@ class OarGRPOTrainer(GRPOTrainer):
     def _truth(self, row: dict[str, Any]) -> Any:
         return next((row[name] for name in self._truths if row.get(name) is not None), None)
 
-    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request) -> Tensor:
+    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request, sign_B: Tensor) -> Tensor:
         """float32 `[B, L]`, of this process's responses."""
         if self._dist.is_zero3:
             self._share_head()
@@ -194,7 +194,12 @@ class OarGRPOTrainer(GRPOTrainer):
         most = self.args.per_device_train_batch_size * batch.token_BT.shape[1]  # no more than TRL's own forwards have
         with self.accelerator.autocast():
             return self._credit.importance(
-                *inputs, max_tokens=most, max_over_ranks=self._max_over_ranks, checkpoint_activations=checkpoint
+                *inputs,
+                max_tokens=most,
+                max_over_ranks=self._max_over_ranks,
+                checkpoint_activations=checkpoint,
+                sign_B=sign_B,
+                sum_over_ranks=partial(self.accelerator.reduce, reduction="sum"),
             )
 
     def _share_head(self) -> None:
@@ -213,8 +218,8 @@ class OarGRPOTrainer(GRPOTrainer):
 
     def _credit_metrics(self, reshaped: ReshapedBatch) -> dict[str, float]:
         """Metrics over the responses of all processes."""
-        measure_G4, status_G = (self.accelerator.gather(x).cpu() for x in (reshaped.measure_B4, reshaped.status_B))
-        return {f"oar/{name}": value for name, value in summarize(measure_G4, status_G).items()}
+        measure_GM, status_G = (self.accelerator.gather(x).cpu() for x in (reshaped.measure_BM, reshaped.status_B))
+        return {f"oar/{name}": value for name, value in summarize(measure_GM, status_G).items()}
 
     def _known(self, inputs: list[dict[str, Any]], output: dict[str, Any], row: int) -> dict[str, Any]:
         """The fields of a response's record that come from the data (`inputs`) and from TRL (`output`)."""

@@ -22,6 +22,7 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import without_copies
 from oar_plugin.hosts.verl.importance_pass import (
+    ROW,
     ImportancePass,
     Mark,
     mark,
@@ -56,7 +57,9 @@ class OarFSDPMixin(ImportancePass):
         return bool(self.model_config.use_fused_kernels)
 
     def _score(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float]:
-        self._limit_micro_batches(data)
+        if not request.predicts:  # without a graph verl's own micro-batches fit
+            self._limit_micro_batches(data)
+        data[ROW] = torch.arange(len(data))
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         micro_batches, indices = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
@@ -82,7 +85,11 @@ class OarFSDPMixin(ImportancePass):
                 if forward.log_probs:  # the host makes this forward anyway; importance costs the rest
                     output, started, backward = of_forward, mark(), self._backward
         micro_batch_pass.scores.total(self._sum_over_sharing_ranks)
-        output["model_output"][IMPORTANCE] = self._importance_field(request, packed, micro_batch_pass.scores)
+        if request.reads_hidden:
+            log_prob_T, scores = output["model_output"]["log_probs"].values(), micro_batch_pass.scores
+            output["model_output"][IMPORTANCE] = self._predicted_field(request, packed, scores, micro_batch, log_prob_T)
+        else:
+            output["model_output"][IMPORTANCE] = self._importance_field(request, packed, micro_batch_pass.scores)
         return output, seconds_between(started, mark()) + seconds_between(*backward)
 
     @contextlib.contextmanager

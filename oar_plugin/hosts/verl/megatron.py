@@ -25,7 +25,14 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import ImportancePass, mark, packed_of, register_engines, seconds_between
+from oar_plugin.hosts.verl.importance_pass import (
+    ROW,
+    ImportancePass,
+    mark,
+    packed_of,
+    register_engines,
+    seconds_between,
+)
 from oar_plugin.hosts.verl.settings import REFUSED, copies_under_megatron
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
@@ -33,7 +40,6 @@ from oar_plugin.passes.request import IMPORTANCE, Request
 from oar_plugin.passes.taps import Tap, UnsupportedModelError, logit_changes
 
 _ROUTES = "routed_experts"  # verl's field for router replay
-_ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 
 # What is refused of Megatron's transformer config, besides `REFUSED`: only a built model shows it.
 MODEL_REFUSED = {
@@ -79,10 +85,12 @@ class OarMegatronMixin(ImportancePass):
         The seconds are the time that importance adds to the forward for log-probs. In a pipeline stages wait for one another,
         and a forward cannot be told from its backward: there the seconds are an upper bound, the whole schedule.
         """
-        self._limit_micro_batches(data)
-        data[_ROW] = torch.arange(len(data))
+        if not request.predicts:  # without a graph verl's own micro-batches fit
+            self._limit_micro_batches(data)
+        data[ROW] = torch.arange(len(data))
         packed = packed_of(data)
-        scores = Scores(request.importance_object, len(packed.token_T), torch.device(get_device_id()))
+        device, hidden = torch.device(get_device_id()), request.reads_hidden
+        scores = Scores(request.importance_object, len(packed.token_T), device, hidden)
         started = mark()
         output: dict[str, Any] = {}
         forwards = request.forwards()
@@ -105,7 +113,12 @@ class OarMegatronMixin(ImportancePass):
             finally:
                 self._schedules = None
         self._total_scores(scores)
-        output.setdefault("model_output", {})[IMPORTANCE] = self._importance_field(request, packed, scores)
+        answer = output.setdefault("model_output", {})
+        if hidden:
+            log_prob_T = self._log_probs_everywhere(answer.get("log_probs"), len(packed.token_T))
+            answer[IMPORTANCE] = self._predicted_field(request, packed, scores, data, log_prob_T)
+        else:
+            answer[IMPORTANCE] = self._importance_field(request, packed, scores)
         seconds = seconds_between(started, mark())
         return output, seconds - sum(seconds_between(*forward) for forward in schedules.host_forwards)
 
@@ -138,7 +151,7 @@ class OarMegatronMixin(ImportancePass):
             return step(batch_iter, model, *functions)
         started = mark()
         micro_batch: TensorDict = next(batch_iter)
-        rows = tuple(micro_batch[_ROW].tolist())
+        rows = tuple(micro_batch[ROW].tolist())
         if rows not in schedules.micro_batches:
             place_T = torch.cat([torch.arange(*schedules.first[row : row + 2]) for row in rows])
             packed, layout = packed_of(micro_batch), self._layout(micro_batch)
@@ -214,11 +227,20 @@ class OarMegatronMixin(ImportancePass):
         local_T[flat[flat > 0] - 1] = (flat > 0).nonzero()[:, 0]
         return local_T, len(flat)
 
+    def _log_probs_everywhere(self, log_probs: Tensor | None, num_tokens: int) -> Tensor:
+        """verl's log-probs, float32 `[T]`, on every rank; verl has them on the last stage."""
+        log_prob_T = torch.zeros(num_tokens, device=get_device_id())
+        groups = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+        if log_probs is not None and not any(groups):
+            log_prob_T += log_probs.values().to(log_prob_T)
+        return self._sum_over_sharing_ranks(log_prob_T)
+
     def _total_scores(self, scores: Scores) -> None:
         if parallel_state.get_tensor_model_parallel_rank() > 0:
             # Each tensor-parallel rank of the last stage has read all rows, and without sequence parallelism each has all
             # embeddings: only the first rank's values count.
             scores.reads_NT.zero_()
+            scores.hidden_TP.zero_()
             if not get_model_config(self.module[0]).sequence_parallel:
                 scores.score_KT.zero_()
         scores.total(self._sum_over_sharing_ranks)

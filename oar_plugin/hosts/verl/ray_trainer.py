@@ -181,7 +181,7 @@ class OarRayTrainer(TrainerCredit):
         metrics["timing_s/oar"] = time.perf_counter() - started
         if not alone:  # the pass ran before this clock
             metrics["timing_s/oar"] += fields[SECONDS].sum().item() / self._ranks()
-        shown = {name: fields[name] for name in (*SHOWN, WEIGHTS) if name in fields}
+        shown = {name: fields[name] for name in (*SHOWN, WEIGHTS, MEASURES) if name in fields}
         shown |= {} if entropy_BL is None else {"entropy": entropy_BL}
         held = padded_batch(self.global_steps, batch, status_B, shown)
         metrics.update(answer_mismatch(self._credit, held) | show(self._credit, held, {}))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from verl.protocol import DataProto
 
-from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.diagnostics import MEASURE_NAMES, Status
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.hosts.verl.capabilities import host_version
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
@@ -25,7 +25,7 @@ from oar_plugin.page.dumps import DUMP_FAILED, Sibling, choose
 from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.record import Header, Response
 from oar_plugin.page.terminal import text_of
-from oar_plugin.passes.request import SHOWN, WEIGHTS
+from oar_plugin.passes.request import MEASURES, SHOWN, WEIGHTS
 from oar_plugin.token_credit import CreditedBatch, PaddedBatch, TokenCredit
 
 DASHBOARD_FAILED = "oar/dashboard_failed"
@@ -105,7 +105,8 @@ def show(credit: TokenCredit, batch: QueuedBatch, loggers: Mapping[str, Any]) ->
 
 def _read(credit: TokenCredit, batch: QueuedBatch, rows: list[int]) -> tuple[PaddedBatch, CreditedBatch, Known]:
     """Some rows of a batch, padded on the right: the responses, their credit, and what else is `known` of a row."""
-    columns, by_actor = batch.columns(rows, TEXTS + CREDIT + [*ENGINE_FIELDS.values()]), batch.by_actor_B[rows].tolist()
+    names = [*TEXTS, *CREDIT, MEASURES, *ENGINE_FIELDS.values()]
+    columns, by_actor = batch.columns(rows, names), batch.by_actor_B[rows].tolist()
 
     def padded(name: str) -> Tensor:
         names = [name if actor else ENGINE_FIELDS.get(name, name) for actor in by_actor]
@@ -128,7 +129,9 @@ def _read(credit: TokenCredit, batch: QueuedBatch, rows: list[int]) -> tuple[Pad
     own_BL = padded("response_mask").bool() if "response_mask" in columns else None
     advantage_BL, importance_BL, segments_BL, weight_BL = map(padded, CREDIT)
     weight_BL[batch.status_B[rows] == Status.BAD_REWARD] = 1.0  # it may have been scored before its advantage was known
-    credited = CreditedBatch(batch.step, advantage_BL, importance_BL, segments_BL, weight_BL, batch.status_B[rows])
+    predicted = [len(row) > len(MEASURE_NAMES) and bool(row[len(MEASURE_NAMES)]) for row in padded(MEASURES)]
+    given = advantage_BL, importance_BL, segments_BL, weight_BL, batch.status_B[rows], torch.tensor(predicted)
+    credited = CreditedBatch(batch.step, *given)
     return PaddedBatch(padded("responses"), response_BL, response_BL, own_BL), credited, known
 
 

@@ -4,6 +4,7 @@ Each table says for a layout, which is built once, what is asked of it; results 
 """
 
 import shutil
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,13 @@ WORDS: dict[str, dict[str, Any]] = {
     "draws3": {"num_draws": 3},
     "loud": {"sigma": 0.2},  # changes routes
     "again": {},
+    "shared": {"amortize": {"share": world.SHARE}},
+    "value": {"importance": "value"},
     "fails": {"answer_patterns": (f"python:{world.__name__}:fails_on_a_rank",)},
 }
 OTHERS = ["entropy", "random", "own", "grail"]
 EVERYTHING = ["fisher", "decision", "oar_p"]
+PREDICTED = ["fisher shared", "value"]
 
 
 def _probed(*importances: str) -> list[str]:
@@ -43,28 +47,30 @@ SINGLE: dict[str, list[str]] = {
         *(f"{name} {how}" for name in EVERYTHING for how in ("dynamic", "only")),
         *(*OTHERS, "entropy only", "fisher again", "decision", "onward", "onward last"),
         *("oar_p span", "oar_p sampled", "hybrid"),
+        *("fisher shared", "fisher shared dynamic only", "oar_p shared", "value", "value dynamic only"),
     ],
     **({"compiled": ["fisher"]} if shutil.which("g++") else {}),  # torch's compiler calls it on a CPU
     "offload": ["fisher"],
     "activations": ["fisher", "own"],
-    **dict.fromkeys(("padded", "checkpointing", "lora", "bf16", "fsdp1"), EVERYTHING),
+    **{key: [*EVERYTHING, "fisher shared"] for key in ("padded", "checkpointing", "lora", "bf16", "fsdp1")},
     "fp16": ["fisher", "decision"],
     "capped": ["fisher", "own", "oar_p"],  # a Gemma 2, with soft-capped logits
 }
 DOUBLE: dict[str, list[str]] = {
-    "fsdp2": [*EVERYTHING, "hybrid"],
+    "fsdp2": [*EVERYTHING, "hybrid", *PREDICTED],
     "checkpointing": ["fisher"],
     "padded": ["fisher"],
     "fsdp1": ["decision", "onward"],
     # verl's fused kernels. With FSDP2 they cannot train a model with an untied head: its weight is sharded by itself.
-    "fused tied": [*EVERYTHING, "fisher joint", "fisher draws3 only", "own", "entropy"],
+    "fused tied": [*EVERYTHING, "fisher joint", "fisher draws3 only", "own", "entropy", *PREDICTED],
     **{f"fused {how}": ["fisher"] for how in ("padded tied", "checkpointing tied", "fsdp1")},
     "wrapped": ["fisher", "fisher joint", "decision"],
     "ulysses fp16": ["fisher", "decision"],
     "ulysses": [
         *(*EVERYTHING, *OTHERS, "fisher joint", "fisher fails", "oar_g", "oar_p joint", "oar_p sampled", "oar_p fails"),
+        *PREDICTED,
     ],
-    "ulysses fused tied": ["fisher", "oar_p"],
+    "ulysses fused tied": ["fisher", "oar_p", "oar_p shared"],
 }
 if host_version().startswith("0.8."):  # it cuts all rows of a padded micro-batch at the same place
     del DOUBLE["fused padded tied"]
@@ -73,19 +79,19 @@ MEGATRON: dict[str, list[str]] = {
     "tp2 sp": [
         *_probed("fisher", "oar_g"),
         *(f"fisher {how}" for how in ("again", "dynamic", "only", "draws3")),
-        *("decision", "decision only", "onward", *OTHERS),
+        *("decision", "decision only", "onward", *OTHERS, *PREDICTED, "fisher shared only"),
     ],
     **{f"tp2 sp {how}": ["fisher"] for how in ("full", "selective", "padded")},
     "tp2 vocabulary": ["fisher", "decision"],
     "pp2": [
         *("fisher", "fisher fails", "fisher dynamic", "fisher only", "fisher draws3"),
-        *("oar_g", "decision", "random"),
+        *("oar_g", "decision", "random", *PREDICTED, "fisher shared dynamic"),
     ],
     "pp2 full": ["fisher"],
-    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward"],
-    "cp2": [*_probed("fisher", "oar_g"), "fisher fails", "fisher dynamic", "decision", "random"],
+    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward", *PREDICTED],
+    "cp2": [*_probed("fisher", "oar_g"), "fisher fails", "fisher dynamic", "decision", "random", *PREDICTED],
     **{f"cp2 {how}": ["fisher"] for how in ("padded", "dropout")},
-    "dp2": ["fisher", "fisher dynamic"],
+    "dp2": ["fisher", "fisher dynamic", *PREDICTED],
     "dp2 overlap": ["fisher"],
     # Last: mbridge remembers of a tied model, in its class, that it has no output layer.
     "tied tp2 sp": ["fisher"],
@@ -108,7 +114,7 @@ FOUR = {
     "ep2 tp2 sp etp1 pp2 r2": ["fisher", "oar_g loud"],
     "ep2 tp2 sp etp1 pp2 r3 full": ["fisher", "oar_g"],
 }
-EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", *OTHERS]}
+EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", *OTHERS, *PREDICTED]}
 TABLES = {"single": SINGLE, "double": DOUBLE, "megatron": MEGATRON, "mixture": MIXTURE, "four": FOUR, "eight": EIGHT}
 
 
@@ -134,6 +140,7 @@ def model_of(folder: Path | str, words: str) -> Path:
     return Path(folder).joinpath(*({"tied", "capped"} & asked), *({"mixture"} if asked & {"mixture", "four"} else ()))
 
 
+@cache
 def want(root: Path, case: str) -> dict[int, torch.Tensor]:
     """Importance of each scored response in the plainest way. Not of what is random, drawn, or within a budget."""
     words = set(case.split())
@@ -144,6 +151,9 @@ def want(root: Path, case: str) -> dict[int, torch.Tensor]:
     if words & {"megatron", "eight", "mixture", "four"}:
         folder, dtype = model_of(root / "megatron", case), torch.float64
     probe = request(" ".join(words & {"last", "joint"})).get("probe", "answer_mean")
+    if words & {"shared", "value"}:
+        scores = None if "value" in words else partial(want, root, case.replace(" shared", ""))
+        return world.predicted(folder, scores, dtype)
     if "oar_p" in words:
         return world.counterfactual(folder, probe, span=4 if "span" in words else 1, sampled="sampled" in words)
     (importance,) = words & {"fisher", "oar_g", "decision", "grail", "onward", "entropy", "own"}
@@ -159,6 +169,8 @@ def tolerance(case: str) -> float:
     if "oar_g" in words:
         # float32's rounding of P_noisy - P at sigma = 1e-3 (see credit/test_golden.py), which the joint probe has not.
         return 1e-4 if "joint" in words else 5e-3
+    if words & {"shared", "value"}:
+        return 1e-4  # the fit of few tokens
     if "own" in words:
         return 1e-4  # <g, e> adds up terms of both signs, and what is left of them has fewer digits than a norm
     if case == "megatron tp2 fisher joint":

@@ -32,8 +32,9 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from oar_plugin.credit.importance.base import Rows
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.hosts.verl.ray_trainer import _Asking
+from oar_plugin.passes import prediction
 from oar_plugin.passes import rows as rows_module
-from oar_plugin.passes.request import FIELDS, NEEDED, REQUEST, STATUS
+from oar_plugin.passes.request import FIELDS, NEEDED, REQUEST, STATUS, Request
 from tests.asked import asked
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import differences
@@ -248,8 +249,13 @@ def run(
         before = state(engine)
         data = ready(engine, rows, packed, dynamic, fused)
         tu.assign_non_tensor_data(data, REQUEST, request_of(only, **request))
+        engine._predictor, steps = (
+            None,
+            1 + Request.from_dict(request_of(**request)).reads_hidden,
+        )  # the first one learns
         with around or nullcontext(), graphs_beside_log_probs() as graphs:
-            output = engine.infer_batch(data)["model_output"]
+            for _ in range(steps):
+                output = engine.infer_batch(data.clone())["model_output"]
         traces = differences(before, state(engine)) + graphs
     result: dict[str, Any] = {"rows": rows, "traces": traces}
     result |= {key: [row.cpu().clone() for row in value.unbind()] for key, value in output.items()}
@@ -438,6 +444,7 @@ def double(folder: str) -> dict[str, Any]:
 
 def join() -> None:
     """Join the other processes."""
+    prediction.ENOUGH = world.ENOUGH
     torch.set_num_threads(1)
     if get_device_name() == "cpu":
         dist.init_process_group("gloo")  # verl would ask for `cpu` twice

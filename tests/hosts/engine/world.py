@@ -1,6 +1,6 @@
 """A tiny model, a few responses, and what their importance is when computed in the plainest way."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -21,8 +21,9 @@ from transformers import (
 
 from benchmarks.tiny import words
 from oar_plugin.credit.answer import Segment, make_finder
-from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
+from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs, uniform
 from oar_plugin.credit.perturbation import Search, sample_replacements, units
+from oar_plugin.credit.regression import of_score, of_value, projected
 from oar_plugin.passes.masked_copies import Candidate
 
 MAX_RESPONSE_LENGTH = 40
@@ -249,6 +250,61 @@ def fisher_coefficients(logits_RV: Tensor, sign_RV: Tensor) -> Tensor:
     p = logits_RV.detach().softmax(-1)
     root = p.sqrt() * sign_RV
     return root - p * root.sum(-1, keepdim=True)
+
+
+# ---- importance that is predicted
+
+SHARE, ENOUGH = 0.4, 20  # of the responses, by their hashes: two; tokens
+
+
+@cache
+def predicted(folder: Path, scores: Callable[[], dict[int, Tensor]] | None, dtype: torch.dtype) -> dict[int, Tensor]:
+    """Importance of each scored response in the second of two steps with the same batch.
+
+    `scores`: of all responses; those of a share are predicted. None: values that are learned from the signs of advantages.
+    """
+    model, tokens = load_model(folder, dtype), {}
+    for row in SCORED:
+        prompt, response = encode()[row]
+        ids, segments = torch.cat([prompt, response]), segments_of(ROWS[row][1])
+        at_R = (segments == Segment.REASONING).nonzero()[:, 0] + len(prompt)
+        with torch.no_grad():
+            output = model(input_ids=ids[None], output_hidden_states=True)
+        log_p = (output.logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        doubt_T = torch.zeros(len(ids)).index_put((at_R,), (1 - log_p[at_R - 1].exp()).float())
+        hidden_TP, place_R = projected(output.hidden_states[-1][0]), torch.linspace(-1, 1, len(at_R))
+        of_scores = of_score(hidden_TP[at_R], hidden_TP[at_R - 1], doubt_T[at_R], place_R)
+        values = [of_value(hidden_TP[at], doubt_T[at]) for at in (at_R, at_R - 1)]
+        chosen = uniform(response_seeds(ids, torch.zeros_like(ids), 1, 0), 1)[0, 0] < SHARE
+        tokens[row] = segments, of_scores.double(), [one.double() for one in values], bool(chosen)
+
+    def target(row: int) -> Tensor:
+        if scores is None:
+            return torch.full((len(tokens[row][1]),), SIGNS[row] / 2).double()
+        log_R = of_reasoning(row).log()
+        return log_R - log_R.mean()
+
+    def of_reasoning(row: int) -> Tensor:
+        score_R = scores()[row][tokens[row][0] == Segment.REASONING].double()
+        return score_R.clamp_min(1e-6 * score_R.mean())
+
+    def features(row: int) -> Tensor:
+        return tokens[row][2][0] if scores is None else tokens[row][1]
+
+    learned = {row for row in SCORED if tokens[row][3]}
+    weight = dict.fromkeys(SCORED, 1.0) if scores is None else {row: 0.95 + (row in learned) for row in SCORED}
+    gram = sum(weight[row] * features(row).T @ features(row) for row in SCORED)
+    moment = sum(weight[row] * features(row).T @ target(row) for row in SCORED)
+    fit_F = torch.linalg.solve(gram + 100 * torch.eye(len(gram)).double(), moment)
+    found = {}
+    for row, (segments, of_scores, (after, before), scored) in tokens.items():
+        if scores is None:
+            score_R = (after @ fit_F - before @ fit_F).abs()
+        else:
+            level = sum(of_reasoning(one).log().mean() for one in learned) / len(learned)
+            score_R = scores()[row][segments == Segment.REASONING] if scored else (of_scores @ fit_F + level).exp()
+        found[row] = torch.zeros(len(segments)).masked_scatter(segments == Segment.REASONING, score_R.float())
+    return found
 
 
 # ---- importance from other prompts

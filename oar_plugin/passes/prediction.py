@@ -1,0 +1,212 @@
+"""Importance that is predicted from hidden states: `algorithm.oar.amortize`, and importances that learn from outcomes.
+
+An `Amortized` belongs to a run. In each step it says which responses are scored (`chosen`). It learns their scores (`learn`,
+then `close`), and predicts those of the others (`predict`), which run through the model without a graph. A `Learned` scores
+nothing: it predicts all responses from earlier steps, and learns how their outcomes were.
+
+A state holds no token, and every rank has the same one. A resumed run begins with a new one: its first step scores all
+responses, as the first step of a run does.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from oar_plugin.config import PREFIX, OarConfig
+from oar_plugin.credit.importance import importance_of
+from oar_plugin.credit.noise import uniform
+from oar_plugin.credit.regression import DECAY, SCORE_FEATURES, VALUE_FEATURES, Regression, of_score, of_value
+from oar_plugin.passes.gradient import Packed, Scores
+from oar_plugin.passes.taps import to_device
+
+logger = logging.getLogger("oar_plugin")
+
+ENOUGH = 4 * SCORE_FEATURES
+"""Tokens that scores are predicted from; before, all responses are scored."""
+TOP = 0.2
+"""Share of a response's tokens whose overlap is watched."""
+LEAST = 1e-6
+"""Of a response's mean score: smaller scores count as this one, or their logarithms would decide."""
+RIDGE = 100.0
+"""Added to the sums, which have about 1 per token and feature on their diagonal."""
+LARGEST = 60.0
+"""Of a predicted logarithm: its exponential is finite in float32."""
+CHUNK = 2**15
+
+
+class Features:
+    """What is known of the N reasoning tokens of a micro-batch, in its order: hidden states, doubts, places.
+
+    `packed` is on the CPU, `scores` on the device. float32 `log_prob_T`, on any device, has the log-prob of each packed token.
+    """
+
+    def __init__(self, packed: Packed, scores: Scores, log_prob_T: Tensor) -> None:
+        self.packed, self._hidden_TP = packed, scores.hidden_TP
+        reasoning_T, device = packed.reasoning_T, scores.hidden_TP.device
+        at_N = reasoning_T.nonzero()[:, 0]
+        self.response_N = packed.response_T[at_N]
+        self._own_N, self._before_N = to_device(device, at_N, at_N - 1)
+        self._doubt_T, log_prob_T = self._hidden_TP.new_zeros(len(reasoning_T)), log_prob_T.to(device, torch.float32)
+        self._doubt_T[self._own_N] = -torch.expm1(log_prob_T[self._own_N])
+        self._place_N = _places(self.response_N, len(packed.offsets) - 1).to(device)
+
+    def chunks(self) -> list[slice]:
+        """Parts of the N tokens: features of all of them would take twice the memory of their hidden states."""
+        return [slice(start, start + CHUNK) for start in range(0, len(self.response_N), CHUNK)]
+
+    def of_score(self, chosen: slice) -> Tensor:
+        """float32 `[n, F]`."""
+        own_N, before_N = self._own_N[chosen], self._before_N[chosen]
+        hidden = self._hidden_TP[own_N], self._hidden_TP[before_N]
+        return of_score(*hidden, self._doubt_T[own_N], self._place_N[chosen])
+
+    def of_value(self, chosen: slice, before: bool = False) -> Tensor:
+        """float32 `[n, F]`, of the value after each token, or before it."""
+        at_N = (self._before_N if before else self._own_N)[chosen]
+        return of_value(self._hidden_TP[at_N], self._doubt_T[at_N])
+
+    def spread(self, value_N: Tensor) -> Tensor:
+        """float32 `[T]` on the CPU; 0 outside the reasoning."""
+        reasoning_T = self.packed.reasoning_T
+        return torch.zeros(len(reasoning_T)).masked_scatter_(reasoning_T, value_N)
+
+
+class Predictor:
+    """What both kinds have in common: a regression, and measures that are summed with its sums over ranks."""
+
+    def __init__(self, features: int) -> None:
+        self.regression = Regression(features, RIDGE)
+        self._measured = torch.zeros(4, dtype=torch.float64)
+
+    def predict(self, features: Features) -> Tensor:
+        """Importance per packed token, float32 `[T]`, on the CPU; 0 outside the reasoning."""
+        return features.spread(
+            torch.cat([torch.zeros(0), *(self._predict(features, one).cpu() for one in features.chunks())])
+        )
+
+    def close(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
+        """Ends a step. `total` returns the sum of a tensor on `device` over the ranks that hold different rows."""
+        sums = self.regression.step_sums(device)
+        summed = total(torch.cat([sums.flatten(), self._measured.to(device)])).cpu()
+        self.regression.close(summed[: sums.numel()].view_as(sums))
+        self._close(summed[sums.numel() :])
+        self._measured.zero_()
+
+    def _predict(self, features: Features, chosen: slice) -> Tensor:
+        raise NotImplementedError
+
+    def _close(self, measured_4: Tensor) -> None:
+        pass
+
+
+class Amortized(Predictor):
+    """Scores of a share of the responses, predicted for the others.
+
+    `share` is doubled if predictions agree with scores too little. `level`: mean logarithm of a response's scores.
+    """
+
+    def __init__(self, config: OarConfig) -> None:
+        super().__init__(SCORE_FEATURES)
+        assert config.amortize.share is not None
+        self.share, self._least, self.level = config.amortize.share, config.amortize.least_overlap, 0.0
+        self._agreed, self._warned = (
+            (0.0, 0.0),
+            False,
+        )  # sums of overlaps and of responses, where earlier ones count less
+
+    def chosen(self, seed_B: Tensor) -> Tensor:
+        """Whether to score each response, bool `[B]`, by a hash of its tokens and the step (`response_seeds`)."""
+        if self.regression.tokens < ENOUGH:
+            return torch.ones(len(seed_B), dtype=torch.bool)
+        return uniform(seed_B, 1)[:, 0] < self.share
+
+    def learn(self, features: Features, importance_T: Tensor) -> Tensor:
+        """Adds scored responses, and first predicts them. Returns overlap and rank correlation, float32 `[B, 2]`, or NaN.
+
+        `importance_T` is per packed token, on the CPU. Responses with a NaN, or with zeros only, are left out.
+        """
+        count = len(features.packed.offsets) - 1
+        score_N, agreement_B2 = importance_T[features.packed.reasoning_T].double(), torch.full((count, 2), torch.nan)
+        predicted_N = self.predict(features)[features.packed.reasoning_T].double()
+        target_N, end = torch.full_like(score_N, torch.nan), 0
+        for row, size in enumerate(features.response_N.bincount(minlength=count).tolist()):
+            mine = slice(end, end := end + size)
+            score_R = score_N[mine]
+            if not score_R.any() or not score_R.isfinite().all():
+                continue
+            log_R = score_R.clamp_min(LEAST * score_R.mean()).log()
+            target_N[mine] = log_R - log_R.mean()
+            self._measured[:2] += torch.stack([log_R.mean(), torch.ones_like(log_R[0])])
+            if self.regression.tokens and size > 1:
+                overlap, correlation = agreement(predicted_N[mine], score_R)
+                agreement_B2[row] = torch.tensor([overlap, correlation])
+                self._measured[2:] += torch.tensor([overlap, 1.0], dtype=torch.float64)
+        for chosen in features.chunks():
+            self.regression.add(features.of_score(chosen), target_N[chosen])
+        return agreement_B2
+
+    def _predict(self, features: Features, chosen: slice) -> Tensor:
+        log_N = self.regression.predict(features.of_score(chosen)) + self.level
+        return log_N.clamp(-LARGEST, LARGEST).exp()
+
+    def _close(self, measured_4: Tensor) -> None:
+        level, rows, overlap, measured = measured_4.tolist()
+        self.level = level / rows if rows else self.level
+        self._agreed = DECAY * self._agreed[0] + overlap, DECAY * self._agreed[1] + measured
+        too_little = measured > 0 and self._agreed[0] < self._least * self._agreed[1]
+        if too_little and self.regression.tokens >= ENOUGH and self.share < 1:
+            if not self._warned:
+                mean = self._agreed[0] / self._agreed[1]
+                logger.warning(
+                    "OAR: predictions share %.0f %% of the top tokens of computed scores, less than %s=%g: the share of scored "
+                    "responses is doubled until they agree more; see the metric oar/amortize/predicted",
+                    100 * mean, f"{PREFIX}.amortize.least_overlap", self._least,
+                )  # fmt: skip
+            self.share, self._agreed, self._warned = min(1.0, 2 * self.share), (0.0, 0.0), True
+
+
+class Learned(Predictor):
+    """The value of a token: what its hidden state says about the outcome. Importance is how far a token changes it."""
+
+    def __init__(self) -> None:
+        super().__init__(VALUE_FEATURES)
+
+    def learn(self, features: Features, sign_B: Tensor) -> None:
+        """Adds responses whose advantages have these signs, int64 `[B]`; 0: it has none, and is left out."""
+        sign_N = sign_B[features.response_N].float()
+        target_N = sign_N.where(sign_N != 0, torch.nan) / 2
+        for chosen in features.chunks():
+            self.regression.add(features.of_value(chosen), target_N[chosen])
+
+    def _predict(self, features: Features, chosen: slice) -> Tensor:
+        after_n, before_n = (self.regression.predict(features.of_value(chosen, before)) for before in (False, True))
+        return (after_n - before_n).abs()
+
+
+def agreement(predicted_R: Tensor, score_R: Tensor) -> tuple[float, float]:
+    """Overlap of the `TOP` largest (at least one), and rank correlation. Of equal scores the first is the larger one."""
+    count, size = max(1, round(TOP * len(score_R))), len(score_R)
+    ranks = [x_R.argsort(descending=True, stable=True) for x_R in (predicted_R, score_R)]
+    top = [set(order_R[:count].tolist()) for order_R in ranks]
+    place_2R = torch.stack([order_R.argsort() for order_R in ranks]).double()
+    place_2R -= (size - 1) / 2
+    correlation = (place_2R[0] * place_2R[1]).sum() / place_2R[0].square().sum()
+    return len(top[0] & top[1]) / count, correlation.item()
+
+
+def _places(response_N: Tensor, count: int) -> Tensor:
+    """Place of each reasoning token among those of its response, float32 `[N]`, from -1 to 1; 0 for a single one."""
+    size_B = response_N.bincount(minlength=count)
+    first_B = size_B.cumsum(0) - size_B
+    index_N = torch.arange(len(response_N)) - first_B[response_N]
+    last_N = size_B[response_N] - 1
+    return torch.where(last_N > 0, 2 * index_N / last_N.clamp_min(1) - 1, 0.0).float()
+
+
+def predictor_of(config: OarConfig, importance: str | None = None) -> Amortized | Learned | None:
+    """A new predictor, or None if these settings need none. `importance` in place of that of the settings."""
+    if importance_of(importance or config.importance).learns:
+        return Learned()
+    return None if config.amortize.share is None else Amortized(config)
