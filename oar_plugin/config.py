@@ -197,7 +197,7 @@ class OarConfig(_Settings):
         if self.amortize.share is not None and not (importance.backwards or importance.copies):
             fault = f"amortize.share={self.amortize.share:g} with importance={self.importance}: it computes no scores"
             raise ValueError(f"{fault} to predict; allowed: null, or an importance with a backward or copies")
-        if self.offloads and (name := self.actor_importance) is not None:
+        if self.offloads and self.amortize.share is None and (name := self.actor_importance) is not None:
             try:
                 fallback = importance_of(name)
                 if fallback.copies is not None:
@@ -264,7 +264,7 @@ class OarConfig(_Settings):
     @property
     def actor_importance(self) -> str | None:
         """The importance that the actor computes, or None. If rollout engines score, it is for responses without scores."""
-        if not self.offloads:
+        if not self.offloads or self.amortize.share is not None:  # with engines, it predicts what they did not score
             return self.importance
         return None if self.perturbation.fallback == "none" else self.perturbation.fallback
 

@@ -123,7 +123,7 @@ class TokenCredit:
             self._eos_token_ids = end_of_sequence_tokens(tokenizer, generation_config)
         self.watch = Watch(self.config.fallback_warning)
         self.predictor = predictor_of(self.config)
-        self._prediction_B3: Tensor | None = None  # of the last batch, until `reshape`
+        self._prediction_B4: Tensor | None = None  # of the last batch, until `reshape`
         self._replacement = replacement_token(self.config, padding or tokenizer)
         if self._replacement in self._eos_token_ids:
             setting = f"{prefix}.perturbation.replacement=pad"
@@ -214,7 +214,7 @@ class TokenCredit:
             else:
                 signs = torch.zeros(len(segments_BL)) if sign_B is None else sign_B.cpu()
                 predicted = predicted_importance(model, request, self.predictor, *rows, signs, *how, sum_over_ranks)
-                importance_BT, self._prediction_B3 = predicted
+                importance_BT, self._prediction_B4 = predicted
         return importance_BT[:, before:]
 
     def contrast(
@@ -239,9 +239,9 @@ class TokenCredit:
         """Multiplies the host's normalised advantages with the gate's weights, like `oar_plugin.estimator.reshape`."""
         reasoning_BL, status_B = segments_BL == Segment.REASONING, rewarded(status_B, advantage_BL)
         weight_BL, status_B, measure_BM = weigh(importance_BL, reasoning_BL, status_B, self.config)
-        if self._prediction_B3 is not None:
-            measure_BM = torch.cat([measure_BM, self._prediction_B3.to(measure_BM)], -1)
-            self._prediction_B3 = None
+        if self._prediction_B4 is not None:
+            measure_BM = torch.cat([measure_BM, self._prediction_B4.to(measure_BM)], -1)
+            self._prediction_B4 = None
         credited = step, advantage_BL, importance_BL, segments_BL, weight_BL, status_B  # the fields of `CreditedBatch`
         metrics, own = summarize(measure_BM, status_B), measure_BM.shape[1] == len(MEASURE_NAMES)
         predicted_B = None if own else measure_BM[:, len(MEASURE_NAMES)].bool()

@@ -35,8 +35,9 @@ class Status(enum.IntEnum):
 
 
 MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # the columns of `measured`
-# Of predicted importance, three further columns: 1 if it was predicted; agreement of a prediction with computed scores, or NaN.
-PREDICTION_NAMES = "amortize/predicted", "amortize/overlap", "amortize/rank_correlation"
+# Of predicted importance, further columns: 1 if it was predicted; how a prediction agreed with computed scores; the share of
+# responses that the next step scores. NaN where there is none.
+PREDICTION_NAMES = "amortize/predicted", "amortize/overlap", "amortize/rank_correlation", "amortize/share"
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED, Status.LEARNING))
 
 

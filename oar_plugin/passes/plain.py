@@ -128,14 +128,14 @@ def predicted_importance(
     max_over_ranks: Callable[[int], int] = lambda count: count,
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`batch_importance` with a `predictor`, which then has learned from the batch; and int `PREDICTION_NAMES`, `[B, 3]`.
+    """`batch_importance` with a `predictor`, which learns from the batch; and `PREDICTION_NAMES`, float32 `[B, 4]`.
 
     `sign_B` are the signs of advantages, which only `Learned` reads. `sum_over_ranks` returns a tensor's sum over all ranks.
     Before `Learned` has learned, importance is 0.
     """
     token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
     importance_BL, device = torch.zeros(token.shape), next(model.parameters()).device
-    prediction_B3 = torch.tensor([[0.0, torch.nan, torch.nan]]).repeat(len(token), 1)
+    prediction_B4 = torch.tensor([0.0, torch.nan, torch.nan, torch.nan]).repeat(len(token), 1)
     rows = (segments == Segment.REASONING).any(-1).nonzero()[:, 0]
     packed = packed_rows(token[rows], segments[rows], mask[rows])[0]
     seed_R = response_seeds(packed.token_T, packed.response_T, len(rows), request.seed)
@@ -168,10 +168,11 @@ def predicted_importance(
             batch = token, own, mask, importance_BL
             importance_BL = copies_importance(model, request, *batch, max_tokens, max_over_ranks)
         for group, features in learned:
-            prediction_B3[group, 1:] = predictor.learn(features, importance_BL[group][mask[group]])
+            prediction_B4[group, 1:3] = predictor.learn(features, importance_BL[group][mask[group]])
         predictor.close(sum_over_ranks, device)
+        prediction_B4[:, 3] = predictor.share
     predicted = rows[~scored_R]
-    prediction_B3[predicted, 0] = 1.0
+    prediction_B4[predicted, 0] = 1.0
     for group, _, _, features in run(replace(request, predicts=True), predicted):
         store(group, predictor.predict(features))
         if isinstance(predictor, Learned):
@@ -179,7 +180,7 @@ def predicted_importance(
     if isinstance(predictor, Learned):
         predictor.close(sum_over_ranks, device)
     _release(model)
-    return importance_BL.to(token_BL.device), prediction_B3
+    return importance_BL.to(token_BL.device), prediction_B4
 
 
 def _try(

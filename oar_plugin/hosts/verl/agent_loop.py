@@ -23,7 +23,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.noise import step_seed
+from oar_plugin.credit.noise import response_seeds, step_seed, uniform
 from oar_plugin.credit.perturbation import units
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
@@ -31,6 +31,7 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord,
 from oar_plugin.hosts.verl.settings import length_limits, resolve
 from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
 from oar_plugin.passes.contexts import longest_of
+from oar_plugin.passes.prediction import ENOUGH
 from oar_plugin.passes.request import replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, segment_response
 from oar_plugin.passes.tokens import TokenBytes
@@ -115,6 +116,11 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         self._replacement = replacement_token(self._oar, self.tokenizer)
         self._groups: dict[str, Group] = {}
+        self._share, self._scored_tokens = self._oar.amortize.share, 0  # of the responses to score, if not all
+
+    async def oar_score_share(self, share: float) -> None:
+        """Score this share of the responses from now on. The trainer calls this: the actor sees how good predictions are."""
+        self._share = share
 
     async def _run_prompt(
         self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False, **more: Any
@@ -173,17 +179,27 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     self._lost_time = step, LostTime()
                 found_by = self._finder, self._token_bytes, self._eos_ids, *longest, self._lost_time[1]
                 segments, status = segment_response(output.response_ids, mask, *found_by)
-                record = replace(record, status=status)
-                if status == Status.SCORED:
+                chosen = self._chosen(output, step)
+                record = replace(record, status=status if chosen or status != Status.SCORED else Status.NOT_SCORED)
+                if record.status == Status.SCORED:
                     result, record = await self._score(output, segments, step)
                     if result.importance is not None:
                         importance[:] = result.importance  # raises an error if the length is wrong
+                        self._scored_tokens += int((segments == Segment.REASONING).sum())
             fields = self._weighed(importance, segments, record.status)
         except Exception:
             logger.exception("OAR could not score a response; it falls back to GRPO")
             record = replace(record, status=Status.ENGINE_FAILED)
             fields = self._weighed(np.zeros_like(importance), segments, record.status)
         return fields | {OFFLOAD: record.to_row()}
+
+    def _chosen(self, output: ScoredOutput, step: int) -> bool:
+        """Whether the engines score a response. If not, the actor predicts its scores (`oar_plugin.passes.prediction`)."""
+        if self._share is None or self._scored_tokens < ENOUGH:
+            return True
+        token_T = torch.tensor([*output.prompt_ids, *output.response_ids])
+        seed = step_seed(self._oar.seed, max(step, 1))
+        return bool(uniform(response_seeds(token_T, torch.zeros_like(token_T), 1, seed), 1) < self._share)
 
     def _weighed(self, importance: np.ndarray, segments: np.ndarray, status: int) -> dict[str, Tensor]:
         """Return the engines' fields of one response, with its weights."""

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, distributed
-from torch.nn.functional import pad
 from verl.utils import device as host_device
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
@@ -25,20 +24,19 @@ from verl.workers.engine.base import EngineRegistry
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.noise import response_seeds
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import largest_divisor, scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
+from oar_plugin.hosts.verl.predicted_batch import PredictedBatch, values_of
 from oar_plugin.passes.contexts import longest_of
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.prediction import Amortized, Features, Learned, predictor_of
+from oar_plugin.passes.prediction import Amortized, Learned, predictor_of
 from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, SECONDS, Request, nested
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
 
-ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 SCORED_3, PREDICTED_3 = torch.tensor(
     [[0.0, torch.nan, torch.nan], [1.0, torch.nan, torch.nan]]
 )  # of `PREDICTION_NAMES`
@@ -74,8 +72,8 @@ class ImportancePass:
     engine_config: Any
     model_config: Any
 
-    _predictor: Amortized | Learned | None = None  # of the run; made anew by a run that is resumed
-    _features: list[tuple[list[int], Features]]  # of scored rows, by micro-batch: rows of the batch given to `_score`
+    _predictor: Amortized | Learned | None = None  # of the run; a resumed run begins with a new one
+    _predicted: PredictedBatch | None = None  # the batch, if its importance is predicted
     _checked: frozenset[str] = frozenset()  # names of importances that `_check_supported` has accepted
 
     def _check_supported(self, data: TensorDict, request: Request) -> None:
@@ -142,45 +140,41 @@ class ImportancePass:
         # Rows to score come first. An importance without a forward of its own has no scoring pass.
         order, num_ahead = torch.arange(len(status_B)), 0
         outputs, importance, seconds = list[dict[str, Any]](), list[Tensor](), 0.0
-        score_B, predictor = status_B == Status.SCORED, self._predictor_for(request)
-        if predictor is not None:
-            packed = packed_of(data)
-            seed_B = response_seeds(packed.token_T, packed.response_T, len(score_B), request.seed)
-            score_B &= predictor.chosen(seed_B) if isinstance(predictor, Amortized) else torch.tensor(False)
-        self._features = []
+        kind, predicted = request.importance_object, self._predicted_batch(request, data, status_B)
+        score_B = status_B == Status.SCORED if predicted is None else predicted.scored_B
         if request.forwards():
             order, num_ahead = self._scored_first(data, score_B)
             importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
         else:
             packed = packed_of(data)
-            nothing = Scores(request.importance_object, len(packed.token_T), torch.device("cpu"))
+            nothing = Scores(kind, len(packed.token_T), torch.device("cpu"))
             importance = of_responses(self._importance_field(request, packed, nothing), segments)
         if num_ahead:
-            scored = self._score_or_run_out_of_memory(tu.index_select_tensor_dict(data, order[:num_ahead]), request)
+            asked = request if predicted is None else predicted.scoring(request)
+            scored = self._score_or_run_out_of_memory(tu.index_select_tensor_dict(data, order[:num_ahead]), asked)
             if scored is None:
                 status_B[status_B == Status.SCORED] = Status.OUT_OF_MEMORY
-                order, num_ahead, self._features = torch.arange(len(status_B)), 0, []
+                order, num_ahead = torch.arange(len(status_B)), 0
+                if predicted is not None:
+                    predicted.forget()
             else:
                 output, seconds = scored
                 outputs.append(output)
-                place_scored(importance, order[:num_ahead], output, segments)
-        copied = request.importance_object.copies is not None
-        if isinstance(predictor, Amortized):
-            begun, scored_B = mark(), status_B.where(score_B, int(Status.NOT_NEEDED))
-            if copied:
+                place(importance, order[:num_ahead], output)
+        total, device = self._sum_over_data, torch.device(get_device_id())
+        if predicted is not None:  # what it predicts depends on the scores of this batch, those of copies too
+            begun = mark()
+            if kind.copies is not None and predicted.given is None:
+                scored_B = status_B.where(score_B, int(Status.NOT_NEEDED))
                 zero_non_finite(importance, scored_B)
                 importance = self._copies_importance(data, request, segments, scored_B, importance)
-            prediction_B3 = self._learn(predictor, order, importance, segments, score_B)
+            importance = predicted.learn(order, importance, total, device)
             seconds += seconds_between(begun, mark())
-        if not (request.importance_only and predictor is None) and num_ahead < len(order):
-            rest = order[num_ahead:]
-            asked = None if predictor is None else replace(request, predicts=True)
+        if num_ahead < len(order) and not (request.importance_only and predicted is None):
+            rest, asked = order[num_ahead:], None if predicted is None else replace(request, predicts=True)
             outputs.append(self._infer_unscored(data, rest, asked))
-            if asked is not None:
-                place_scored(importance, rest, outputs[-1], segments)
-        if isinstance(predictor, Learned):
-            prediction_B3 = PREDICTED_3.repeat(len(order), 1)
-            predictor.close(self._sum_over_data, torch.device(get_device_id()))
+            if predicted is not None:
+                place(importance, rest, outputs[-1])
 
         # With pipeline parallelism, only the last stage has log-probs and losses.
         losses = [loss for output in outputs for loss in output.get("loss", [])]
@@ -191,67 +185,27 @@ class ImportancePass:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
         begun = mark()
-        if copied and predictor is None:
+        if kind.copies is not None and predicted is None:
             zero_non_finite(importance, status_B)
             importance = self._copies_importance(data, request, segments, status_B, importance)
         zero_non_finite(importance, status_B)
-        answer = weigh_rows(importance, segments, status_B, request.config, request.importance_object)
-        if predictor is not None:
-            rows = zip(answer[MEASURES], prediction_B3, strict=True)
-            answer[MEASURES] = [torch.cat([measure_4, prediction_3]) for measure_4, prediction_3 in rows]
+        answer = weigh_rows(importance, segments, status_B, request.config, kind)
+        if predicted is not None:
+            columns = zip(answer[MEASURES], predicted.close(status_B, total, device), strict=True)
+            answer[MEASURES] = [torch.cat([measure_4, prediction_4]) for measure_4, prediction_4 in columns]
         seconds += seconds_between(begun, mark())
         answer[SECONDS] = [torch.tensor([seconds / len(segments)])] * len(segments)
         result["model_output"] |= {name: nested(rows) for name, rows in answer.items()}
         return result
 
-    def _predictor_for(self, request: Request) -> Amortized | Learned | None:
-        """The predictor of the run; None if its importance is computed for all rows."""
-        if request.reads_hidden and self._predictor is None:
-            self._predictor = predictor_of(request.config, request.importance)
-        return self._predictor if request.reads_hidden else None
-
-    def _predicted_field(
-        self, request: Request, packed: Packed, scores: Scores, data: TensorDict, log_prob_T: Tensor
-    ) -> Tensor:
-        """`_importance_field` of a pass that reads hidden states. `log_prob_T` is where verl has it: at the token before.
-
-        It keeps the features of rows that are scored, and learns from the outcomes of others. `data` has the rows of `packed`.
-        """
-        features, predictor = Features(packed, scores, log_prob_T.roll(1)), self._predictor
-        if isinstance(predictor, Learned):
-            importance_T = predictor.predict(features)
-            predictor.learn(features, signs_of(data))
-        elif request.predicts:
-            importance_T = predictor.predict(features)
-        else:
-            importance_T = importance_of_scores(request, packed, scores)
-            self._features.append((data[ROW].tolist(), features))
-        return torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets)
-
-    def _learn(
-        self, predictor: Amortized, order: Tensor, importance: list[Tensor], segments: list[Tensor], score_B: Tensor
-    ) -> Tensor:
-        """Learns the scores of the rows of `score_B`, and predicts those of other rows of the scoring pass, in place.
-
-        Returns `PREDICTION_NAMES` of each row, float32 `[B, 3]`. `order`: of the rows, those of the scoring pass first.
-        """
-        prediction_B3 = torch.where(score_B[:, None], SCORED_3, PREDICTED_3)
-        for places, features in self._features:
-            rows, parts = order[places], []
-            for row, size in zip(rows.tolist(), features.packed.offsets.diff().tolist(), strict=True):
-                known_L = importance[row] if score_B[row] else torch.full_like(importance[row], torch.nan)
-                parts.append(pad(known_L, (size - len(known_L), 0)))
-            prediction_B3[rows, 1:] = predictor.learn(features, torch.cat(parts))
-        predictor.close(self._sum_over_data, torch.device(get_device_id()))
-        for places, features in self._features:
-            rows = order[places]
-            field = torch.nested.nested_tensor_from_jagged(predictor.predict(features), features.packed.offsets)
-            predicted = of_responses(field, [segments[row] for row in rows.tolist()])
-            for row, predicted_L in zip(rows.tolist(), predicted, strict=True):
-                if not score_B[row]:
-                    importance[row] = predicted_L
-        self._features = []
-        return prediction_B3
+    def _predicted_batch(self, request: Request, data: TensorDict, status_B: Tensor) -> PredictedBatch | None:
+        """Returns the batch with the run's predictor; None if importance is computed for all rows."""
+        self._predicted = None
+        if request.reads_hidden:
+            self._predictor = self._predictor or predictor_of(request.config, request.importance)
+            assert self._predictor is not None
+            self._predicted = PredictedBatch(self._predictor, request, data, packed_of(data), status_B)
+        return self._predicted
 
     def _segments(self, data: TensorDict, request: Request) -> tuple[list[Tensor], Tensor]:
         """`segment_rows` of a batch; a response whose answer search failed on one rank that holds it has failed on all of them.
@@ -336,7 +290,7 @@ class ImportancePass:
             rows = torch.cat([rows, shortest.expand(fill)])
         part = tu.index_select_tensor_dict(data, rows)
         if request is not None:
-            sign_B = signs_of(part)
+            sign_B = values_of(part, NEEDED).clone()
             sign_B[count:] = 0  # an outcome is learned once
             part[NEEDED] = sign_B[:, None]
             return self._score(part, request)[0]
@@ -354,12 +308,6 @@ class ImportancePass:
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         distributed.all_reduce(counts, op=distributed.ReduceOp.MAX, group=group)
         return int(counts.item())
-
-
-def signs_of(data: TensorDict) -> Tensor:
-    """Returns the signs of advantages (`NEEDED`), int64 `[B]`, on the CPU."""
-    field = data[NEEDED].cpu()
-    return (field.values() if field.is_nested else field).flatten().clone()
 
 
 def response_rows(data: TensorDict, name: str) -> list[Tensor]:
@@ -390,12 +338,10 @@ def of_responses(field: Tensor, segments: Sequence[Tensor]) -> list[Tensor]:
     return [row[len(row) - len(segment) :] for row, segment in zip(field.unbind(), segments, strict=True)]
 
 
-def place_scored(importance: list[Tensor], rows: Tensor, output: dict[str, Any], segments: Sequence[Tensor]) -> None:
-    """Puts the importance that `_score` returned for some rows where it belongs. Rows that fill up a batch come again."""
-    chosen = rows.tolist()
-    field = output["model_output"][IMPORTANCE].unbind()[: len(chosen)]
-    for row, found in zip(chosen, field, strict=True):
-        importance[row] = found[len(found) - len(segments[row]) :]
+def place(importance: list[Tensor], rows: Tensor, output: dict[str, Any]) -> None:
+    """Puts the importance that `_score` returned for some rows where it belongs. Rows that fill up a micro-batch come last."""
+    for row, found_T in zip(rows.tolist(), output["model_output"][IMPORTANCE].unbind(), strict=False):
+        importance[row] = found_T[len(found_T) - len(importance[row]) :]
 
 
 def zero_non_finite(importance: list[Tensor], status_B: Tensor) -> None:

@@ -26,13 +26,13 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
 from oar_plugin.hosts.verl.importance_pass import (
-    ROW,
     ImportancePass,
     mark,
     packed_of,
     register_engines,
     seconds_between,
 )
+from oar_plugin.hosts.verl.predicted_batch import ROW
 from oar_plugin.hosts.verl.settings import REFUSED, copies_under_megatron
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
@@ -114,9 +114,9 @@ class OarMegatronMixin(ImportancePass):
                 self._schedules = None
         self._total_scores(scores)
         answer = output.setdefault("model_output", {})
-        if hidden:
+        if self._predicted is not None:
             log_prob_T = self._log_probs_everywhere(answer.get("log_probs"), len(packed.token_T))
-            answer[IMPORTANCE] = self._predicted_field(request, packed, scores, data, log_prob_T)
+            answer[IMPORTANCE] = self._predicted.field(request, packed, scores, data, log_prob_T)
         else:
             answer[IMPORTANCE] = self._importance_field(request, packed, scores)
         seconds = seconds_between(started, mark())
@@ -258,7 +258,7 @@ class OarMegatronMixin(ImportancePass):
         """The configuration decides, without the trial of `oar_plugin.passes.trial`: a forward is a whole schedule, whose
         logits go to verl in shards. It can decide: `check_chunks` admits megatron-core's own `GPTModel` and projection alone.
         """
-        if request.importance_object.copies is not None:
+        if request.importance_object.copies is not None and not request.config.offloads:
             raise UnsupportedModelError(copies_under_megatron(request.importance))
         check_chunks(self.module)
         if changes := logit_changes(self.model_config.hf_config):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, open_dict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
@@ -62,7 +63,7 @@ def actor_may_help(status_B: Tensor) -> Tensor:
 
 
 def merged(data: Mapping[str, Tensor], asked_B: Tensor, padding_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (nested like `advantages`), status `[B]` and measures `[B, 4]`: the actor's where it was asked, or the engines'.
+    """Weights (nested like `advantages`), status `[B]` and measures `[B, M]`: the actor's where it was asked, or the engines'.
 
     `data` has nested `advantages`, the engines' fields, and the actor's if it was asked for any row (bool `asked_B`). The rows
     of `padding_B` (bool) are copies of others that fill up verl's batch, shorter than what the engines scored.
@@ -77,7 +78,7 @@ def merged(data: Mapping[str, Tensor], asked_B: Tensor, padding_B: Tensor) -> tu
     for row in padding_B.nonzero()[:, 0].tolist():
         weights[row] = torch.ones_like(data["advantages"][row])
     status_B = torch.cat(chosen(STATUS)).masked_fill(padding_B, int(Status.NOT_NEEDED))
-    return nested(weights), status_B, torch.stack(chosen(MEASURES))
+    return nested(weights), status_B, pad_sequence(chosen(MEASURES), True, torch.nan)  # engines predict nothing
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.debug import marked_timer
 
+from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import rewarded
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
@@ -44,6 +45,7 @@ class OarTrainerMixin(TrainerCredit):
     # What the host's trainer provides.
     timing_raw: dict[str, float]
     logger: Any
+    agent_loop_manager: Any
 
     def __new__(cls, config: DictConfig) -> Any:
         return super().__new__(cls) if switched_on(config) else cls.host(config)
@@ -147,7 +149,10 @@ class OarTrainerMixin(TrainerCredit):
         if self.oar.offloads:
             own_B, records = ~_padding_rows(batch), _read(batch, OFFLOAD)[OFFLOAD].unbind()
             status_B = torch.stack([record[0] for record in records]).long()  # before the gate, which the actor has too
-            sign_B *= own_B & actor_may_help(status_B) & (self.oar.actor_importance is not None)
+            helps_B = actor_may_help(status_B) & (self.oar.actor_importance is not None)
+            if self.oar.amortize.share is not None:  # it learns from the engines' scores
+                helps_B |= status_B == Status.SCORED
+            sign_B *= own_B & helps_B
             rows = [row for row, own in zip(records, own_B.tolist(), strict=True) if own]
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, sign_B.bool()).items()})
         _write(batch, NEEDED, nested(sign_B[:, None]))
@@ -197,6 +202,9 @@ class OarTrainerMixin(TrainerCredit):
                 reward_B = data["rm_scores"].to_padded_tensor(0.0).sum(-1)[own_B]
                 self._credit.watch.see(self.global_steps, metrics, reward_B.nanmean().item())
             advantages = weighted(data["advantages"], weights)
+            if self.oar.offloads and (share := metrics.get("oar/amortize/share")):
+                for worker in self.agent_loop_manager.agent_loop_workers:
+                    worker.oar_score_share.remote(share)
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
         queued = self._queued(batch, by_actor_B, status_B)
