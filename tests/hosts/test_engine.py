@@ -163,7 +163,9 @@ def test_log_probs_and_entropy_equal_verls_own(results, table):
         words = {*case.split()}
         seen = [result for result in results(case) if "log_probs" in result]  # of a pipeline, the last stage has them
         assert bool(seen) == ("only" not in words), case
-        apart = case == "double fsdp2 oar_p" or (table == "single" and words & {"oar_p", "random"} and "shared" not in words)
+        apart = case == "double fsdp2 oar_p" or (
+            table == "single" and words & {"oar_p", "random"} and "shared" not in words
+        )
         bound = 0 if apart else 2e-5 if table in ("single", "double") else 5e-5
         assert all(max(result["log_probs_error"], result["entropy_error"]) <= bound for result in seen), case
 

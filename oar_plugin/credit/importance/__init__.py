@@ -56,8 +56,8 @@ def _built(name: str, kind: Any) -> Importance:
     # The key holds the class, not only its name: a notebook can define a class anew.
     try:
         check(kind)
-        if kind.contexts:
-            raise ValueError("contexts of your own are not supported; allowed: contrast, contrast_own")
+        if kind.contexts or kind.learns:
+            raise ValueError("contexts, or a regression that learns, are not supported in a class of your own")
     except ValueError as fault:
         raise ValueError(f"{name} cannot be used: {fault}") from fault
     return kind()

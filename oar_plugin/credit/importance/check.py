@@ -38,7 +38,7 @@ def check(kind: Any) -> None:
             _check_coefficients(kind, number, pooled)
     if kind.backwards:
         _check_score(importance)
-    if kind.backwards or not kind.copies:
+    if kind.backwards or not (kind.copies or kind.learns):
         _check_combine(importance)
 
 

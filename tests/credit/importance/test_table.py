@@ -20,6 +20,7 @@ PLANS = {
     "hybrid": ([(0, 0)], [(0, 1)], set()),
     "grail": ([(0, 0)], [(0, 1)], set()),
     "span_masking": ([], [], set()),
+    "value": ([], [], {"arbitrary_scale"}),
     "contrast": ([], [], set()),
     "contrast_own": ([], [], set()),
     "entropy": ([(None, 0)], [], {"reasoning_rows"}),

@@ -1,0 +1,131 @@
+"""Predicted importance on a plain model: rows that are scored, rows that are not, what is learned, and what is watched.
+
+That predictions are right on every layout is in tests/hosts/test_engine.py, against a regression of its own.
+"""
+
+import logging
+
+import pytest
+import torch
+
+from oar_plugin.credit.diagnostics import PREDICTION_NAMES
+from oar_plugin.passes import prediction
+from oar_plugin.passes.plain import batch_importance, predicted_importance
+from oar_plugin.passes.prediction import Amortized, Learned, agreement, predictor_of
+from tests.asked import asked
+from tests.hosts.engine import world
+from tests.passes.batch import padded, rows_of
+
+SHARED = {"amortize": {"share": world.SHARE}, "temperature": 0.7}
+SIGNS = torch.tensor([1, -1, -1, 1])
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
+
+
+def predict(model, predictor, request, max_tokens=2**13, batch=None, signs=SIGNS):
+    return predicted_importance(model, request, predictor, *(batch or padded(rows_of())), signs, max_tokens)
+
+
+@pytest.mark.parametrize("importance", ["fisher", "oar_g", "oar_p", "hybrid"])
+def test_some_rows_are_scored_as_ever_and_the_others_are_predicted(model, importance):
+    request = asked(importance, replacement_token=world.PAD, **SHARED)
+    batch, predictor = padded(rows_of()), predictor_of(request.config)
+    want = batch_importance(model, asked(importance, replacement_token=world.PAD, temperature=0.7), *batch)
+    first, prediction_B4 = predict(model, predictor, request)
+    close = {"rtol": 5e-3 if importance == "oar_g" else 1e-4, "atol": 1e-8}  # float32's rounding of P_noisy - P
+    torch.testing.assert_close(first, want, **close)
+    assert not prediction_B4[:, 0].any()
+    assert prediction_B4[:, 1:3].isnan().all(), "nothing was known before the first step"
+    second, prediction_B4 = predict(model, predictor, request)
+    predicted_B = prediction_B4[:, 0].bool()
+    assert predicted_B.any()
+    assert not predicted_B.all()
+    torch.testing.assert_close(second[~predicted_B], want[~predicted_B], **close)
+    assert ((second[predicted_B] > 0) == (want[predicted_B] > 0)).all(), "the reasoning tokens"
+    assert (second[predicted_B] != want[predicted_B]).any()
+    assert prediction_B4[:, 1].isnan().equal(predicted_B)
+    assert (prediction_B4[:, 3] == predictor.share).all()
+
+
+@pytest.mark.parametrize("asks", [{"importance": "fisher", **SHARED}, {"importance": "value"}])
+def test_micro_batches_do_not_matter_and_the_model_is_left_as_it_was(model, asks):
+    together, alone = (predictor_of(asked(**asks).config) for _ in range(2))
+    for _ in range(2):
+        a, _ = predict(model, together, asked(**asks))
+        b, _ = predict(model, alone, asked(**asks), max_tokens=1)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-7)
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+
+
+def test_values_learn_from_earlier_steps_and_only_from_responses_with_an_advantage(model):
+    request = asked("value")
+    one, same, none = (predictor_of(request.config) for _ in range(3))
+    first, _ = predict(model, one, request)
+    assert not first.any(), "nothing was learned before the first step"
+    assert predict(model, one, request)[0].any()
+    predict(model, same, request, signs=SIGNS * torch.tensor([1, 1, 0, 0]))
+    assert same.regression.tokens < one.regression.tokens
+    predict(model, none, request, signs=torch.zeros(4, dtype=torch.long))
+    assert none.regression.tokens == 0
+    assert not predict(model, none, request)[0].any()
+
+
+def test_predictions_that_agree_too_little_double_the_share_and_say_so_once(model, caplog):
+    request = asked("fisher", amortize={"share": 0.1, "least_overlap": 1.0})
+    predictor, shares = predictor_of(request.config), []
+    with caplog.at_level(logging.WARNING, "oar_plugin"):
+        for step in range(1, 16):
+            predict(model, predictor, asked("fisher", seed=step, amortize={"share": 0.1, "least_overlap": 1.0}))
+            shares.append(predictor.share)
+    assert shares[0] == 0.1
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert [record.getMessage() for record in caplog.records if "amortize.least_overlap=1" in record.getMessage()] != []
+    assert len(caplog.records) == 1
+
+
+def test_a_response_without_usable_scores_teaches_nothing():
+    config = asked("fisher", **SHARED).config
+    clean, spoiled = Amortized(config), Amortized(config)
+    features = _features(2)
+    scores_T = torch.rand(len(features.packed.token_T)) + 0.1
+    for predictor, bad in ((clean, torch.nan), (spoiled, torch.inf)):
+        predictor.learn(features, torch.where(features.packed.response_T == 1, bad, scores_T))
+        predictor.close(lambda tensor: tensor, torch.device("cpu"))
+    assert clean.regression.tokens == (features.response_N == 0).sum()
+    assert torch.equal(clean.predict(features), spoiled.predict(features))
+    zeros = Amortized(config)
+    zeros.learn(features, torch.zeros_like(scores_T))
+    zeros.close(lambda tensor: tensor, torch.device("cpu"))
+    assert zeros.regression.tokens == 0
+
+
+def test_a_prediction_that_is_not_finite_stays_so():
+    """The gate then lets the response fall back, and a metric counts it."""
+    predictor, features = Learned(), _features(1)
+    features._hidden_TP[-1] = torch.nan
+    predictor.learn(features, torch.tensor([1]))
+    predictor.close(lambda tensor: tensor, torch.device("cpu"))
+    assert predictor.regression.tokens > 0
+    assert not predictor.predict(features).isfinite().all()
+
+
+def _features(responses):
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.arange(0, 10 * responses + 1, 10)
+    segments_T = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1, 1, 1]).repeat(responses)
+    packed = prediction.Packed(torch.arange(10 * responses), segments_T, offsets)
+    scores = prediction.Scores(asked("value").importance_object, 10 * responses, torch.device("cpu"), True)
+    scores.hidden_TP.normal_(generator=generator)
+    return prediction.Features(packed, scores, -torch.rand(10 * responses, generator=generator))
+
+
+def test_agreement_by_hand():
+    ten = torch.arange(10.0).double()
+    assert agreement(ten, ten) == (1.0, pytest.approx(1.0))
+    assert agreement(-ten, ten) == (0.0, pytest.approx(-1.0))
+    assert agreement(ten.where(ten != 8, -1.0), ten)[0] == 0.5
+    assert len(PREDICTION_NAMES) == 4
