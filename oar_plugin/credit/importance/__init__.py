@@ -56,8 +56,10 @@ def _built(name: str, kind: Any) -> Importance:
     # The key holds the class, not only its name: a notebook can define a class anew.
     try:
         check(kind)
-        if kind.contexts or kind.learns:
-            raise ValueError("contexts, or a regression that learns, are not supported in a class of your own")
+        for feature in ("contexts", "learns"):
+            if getattr(kind, feature):
+                allowed = ", ".join(name for name, one in IMPORTANCES.items() if getattr(one, feature))
+                raise ValueError(f"{feature} of your own are not supported; allowed: {allowed}")
     except ValueError as fault:
         raise ValueError(f"{name} cannot be used: {fault}") from fault
     return kind()

@@ -40,6 +40,11 @@ def settings_of(args: Any) -> OarConfig:
         faults.append(f"{OPTION}.base_estimator={base}: that is --algo.advantage.estimator; allowed: leave it out")
     if config.offloads:
         faults.append(f"{OPTION}.perturbation.backend=rollout: its engines score nothing; allowed: actor")
+    if config.amortize.share is not None or config.importance_object.learns:
+        setting = f"amortize.share={config.amortize.share}, importance={config.importance}"
+        faults.append(
+            f"{OPTION}: {setting}: importance is not predicted here; allowed: null, importances that are computed"
+        )
     if faults:
         raise OarConfigError("\n".join(faults))
     return config

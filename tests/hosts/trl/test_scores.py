@@ -8,6 +8,8 @@ from transformers import Gemma2Config
 import oar_plugin
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.passes import prediction
+from tests.hosts.engine import world
 from tests.hosts.trl import tiny
 from tests.hosts.trl.watched import Watched, relative, watched
 from tests.passes.batch import random_model
@@ -33,6 +35,24 @@ def test_scores_and_weights_equal_the_front_doors(tmp_path, importance):
         assert len(rows) == 8
         assert max(relative(got[row], seen.front(want, row)) for row in rows) < limit
         assert (got != seen.plain_B[:, None]).any()
+
+
+@pytest.mark.parametrize("oar", [{"amortize.share": world.SHARE}, {"importance": "value"}])
+def test_predicted_scores_equal_the_front_doors(tmp_path, monkeypatch, oar):
+    """At the first step all responses are scored, or none."""
+    monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
+    trainer = watched(tmp_path, oar, temperature=0.7, per_device_train_batch_size=8)
+    first, second = trainer.seen
+    log = [line for line in trainer.state.log_history if "oar/scored" in line]
+    assert log[1]["oar/amortize/predicted"] == (1 if "importance" in oar else pytest.approx(0.5, abs=0.4))
+    if "importance" in oar:
+        assert first.status_B.unique().tolist() == [Status.NO_ANSWER, Status.LEARNING]
+        assert log[0]["oar/fallback/any"] == log[0]["oar/fallback/no_answer"] == 2 / 8
+        assert (first.output["advantages"] == first.plain_B[:, None]).all()
+    else:
+        assert log[0]["oar/amortize/predicted"] == 0
+        assert first.error() < 1e-5
+    assert second.error() < 1e-4
 
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "embed_tokens"], init_lora_weights=False, lora_dropout=0.1)

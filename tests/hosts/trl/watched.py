@@ -87,14 +87,15 @@ class Watched(OarGRPOTrainer):
     """Keeps what it computes. `compare`: settings to ask the front door with as well, before the weights change."""
 
     compare: dict[str, Any] | None = None
+    predictor: Any = None  # the front door's, of the batch before
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.seen: list[Seen] = []
 
-    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request) -> Tensor:
+    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request, sign_B: Tensor) -> Tensor:
         before, old = self._state(), tiny.weights(self)
-        found = super()._importance(batch, segments_BL, request)
+        found = super()._importance(batch, segments_BL, request, sign_B)
         changed = [name for name, state in self._state().items() if state != before[name]]
         assert not changed, changed
         assert tiny.same_weights(tiny.weights(self), old)
@@ -118,8 +119,10 @@ class Watched(OarGRPOTrainer):
             seen = Seen(done.step, output, plain_B, done.importance_BL, done.segments_BL, done.status_B)
             self.seen.append(seen)
             if self.compare is not None:
+                known = {"predictor": self.predictor, "advantages": plain_B} if self._credit.predictor else {}
                 with self.accelerator.autocast():
-                    seen.ask(self.model, temperature=self.temperature, **self.compare)
+                    seen.ask(self.model, temperature=self.temperature, **known, **self.compare)
+                self.predictor = seen.credit.predictor
         return output
 
 
