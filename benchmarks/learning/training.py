@@ -10,7 +10,8 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from benchmarks.candidates.learning import spare
 from benchmarks.fidelity.scores import causal_recall
 from benchmarks.learning.copies import masked_importance
+from benchmarks.learning.predicted import chosen, with_predictions
 from benchmarks.learning.tasks import TASKS, wrong_results
 from benchmarks.tiny.fast import head_of, micro_batches, rows_of
 from benchmarks.tiny.model import sample
@@ -38,7 +40,10 @@ from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
 from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
 from oar_plugin.passes.plain import packed_rows
+from oar_plugin.passes.prediction import Amortized, Learned, predictor_of
 from oar_plugin.passes.request import Request
+
+Predictor: TypeAlias = Amortized | Learned | None
 
 MAX_GRADIENT_NORM = 1.0
 HELD_OUT = 512
@@ -69,6 +74,7 @@ class Credit:
     beta: float = 2.0
     floor: float = 0.1
     probe: Probe = "answer_mean"
+    share: float | None = None  # of the responses whose importance is computed; that of others is predicted
 
     def config(self, seed: int) -> OarConfig:
         """Raises ValueError where it cannot work."""
@@ -76,7 +82,9 @@ class Credit:
             raise ValueError(f"gate={SPARE} with importance={self.importance}; allowed: importance in nats")
         gate = OarConfig().gate if self.gate == SPARE else self.gate
         settings = {name: getattr(self, name) for name in ("tau", "beta", "floor", "probe")}
-        importance = {} if self.importance in (None, BLAME) else {"importance": self.importance}
+        importance = {"amortize.share": self.share}
+        if self.importance not in (None, BLAME):
+            importance["importance"] = self.importance
         return OarConfig.parse({**settings, **importance, "gate": gate, "seed": seed, "answer_patterns": ("hash",)})
 
 
@@ -176,7 +184,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
     task = TASKS[run.task]
     optimizer = torch.optim.Adam(model.parameters(), lr=run.lr, fused=True)
     problems, noise = random.Random(run.draw), torch.Generator()
-    record = Record(run, digest_of(model))
+    record, predictor = Record(run, digest_of(model)), predictor_for(run)
     for step in range(run.steps):
         begun = time.perf_counter()
         noise.manual_seed(1000 * run.draw + step)
@@ -184,22 +192,26 @@ def train(run: Run, model: PreTrainedModel) -> Record:
         sampled = time.perf_counter()
         entry = {**rollout.graded, "used": len(rollout.token_BL), "sample_seconds": sampled - begun}
         if len(rollout.token_BL):
-            passes = forward(model, rollout)  # the update's own: importance costs what it adds
+            scored_B = chosen(predictor, request_of(run, step), rollout)
+            passes = forward(model, rollout, scored_B)  # the update's own: importance costs what it adds
+            before = copy.deepcopy(predictor)
             begun = time.perf_counter()
-            importance_BL = importance(run, rollout, passes, step)
+            importance_BL = importance(run, rollout, passes, step, predictor, scored_B)
             scored = time.perf_counter()
             weight_BL, described = weights(run, rollout, importance_BL, log_probs(rollout, passes))
             entry |= described | update(model, optimizer, rollout, passes, weight_BL)
             entry |= {"importance_seconds": scored - begun}
             entry |= {"update_seconds": begun - sampled + time.perf_counter() - scored}
             if not any("update_flops" in earlier for earlier in record.steps):
-                entry |= counted(run, model, rollout, step)
+                entry |= counted(run, model, rollout, step, before, scored_B)
         record.steps.append(entry)
     record.held_out = accuracy(model, task, HELD_OUT, greedy=False)
     return record
 
 
-def counted(run: Run, model: PreTrainedModel, rollout: Rollout, step: int) -> dict[str, float]:
+def counted(
+    run: Run, model: PreTrainedModel, rollout: Rollout, step: int, predictor: Predictor, scored_B: Tensor
+) -> dict[str, float]:
     """FLOPs of a step's forward, importance and update, on a copy of the model. Sampling is not among them.
 
     Attention is counted as if no half of it were masked, as torch does.
@@ -207,9 +219,9 @@ def counted(run: Run, model: PreTrainedModel, rollout: Rollout, step: int) -> di
     model = copy.deepcopy(model)
     marks = []
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
-        passes = forward(model, rollout)
+        passes = forward(model, rollout, scored_B)
         marks.append(counter.get_total_flops())
-        importance(run, rollout, passes, step)
+        importance(run, rollout, passes, step, predictor, scored_B)
         marks.append(counter.get_total_flops())
         update(model, torch.optim.Adam(model.parameters()), rollout, passes, torch.ones(rollout.token_BL.shape))
     names = "forward_flops", "importance_flops", "update_flops"
@@ -294,33 +306,59 @@ class Forward:
         return F.linear(self.hidden_bLH[:, :-1], self.head_VH).log_softmax(-1)
 
 
-def forward(model: PreTrainedModel, rollout: Rollout) -> list[Forward]:
-    found = []
+def forward(model: PreTrainedModel, rollout: Rollout, scored_B: Tensor | None = None) -> list[Forward]:
+    """Micro-batches of rows that are scored, and of others. None: all are."""
+    found, scored_B = [], rollout.advantage_B != 0 if scored_B is None else scored_B
     head_VH = head_of(model)
-    for rows, longest in micro_batches(rollout.length_B):
-        token_bL = rollout.token_BL[rows, :longest]
-        embedding_bLH = model.get_input_embeddings()(token_bL)
-        found.append(Forward(model, rows, token_bL, embedding_bLH, rows_of(model, embedding_bLH), head_VH))
+    for part in (scored_B.nonzero()[:, 0], (~scored_B).nonzero()[:, 0]):
+        for index, longest in micro_batches(rollout.length_B[part]) if len(part) else ():
+            rows = part[index]
+            token_bL = rollout.token_BL[rows, :longest]
+            embedding_bLH = model.get_input_embeddings()(token_bL)
+            found.append(Forward(model, rows, token_bL, embedding_bLH, rows_of(model, embedding_bLH), head_VH))
     return found
 
 
-def importance(run: Run, rollout: Rollout, passes: Sequence[Forward], step: int) -> Tensor:
+def predictor_for(run: Run) -> Predictor:
+    """What learns importance during a training, if anything does."""
+    return None if run.credit.importance in (None, BLAME) else predictor_of(run.credit.config(run.seed))
+
+
+def request_of(run: Run, step: int) -> Request:
+    return Request.of_step(run.credit.config(run.seed), step + 1, replacement_token=PAD)
+
+
+def importance(
+    run: Run,
+    rollout: Rollout,
+    passes: Sequence[Forward],
+    step: int,
+    predictor: Predictor = None,
+    scored_B: Tensor | None = None,
+) -> Tensor:
     """Of the package, `[B, L]`; of the oracle, its weights before mass is restored; zeros for plain GRPO."""
-    importance_BL = torch.zeros(rollout.token_BL.shape)
-    name = run.credit.importance
-    if name == BLAME:
+    if run.credit.importance == BLAME:
         return torch.where(rollout.causal_BL, BOOST, 1.0).masked_fill(rollout.right_in_wrong_BL, 0.0)
-    if name is not None:
-        config = run.credit.config(run.seed)
-        request = Request.of_step(config, step + 1, replacement_token=PAD)
-        if request.importance_object.copies is not None:
-            return masked_importance(passes[0].model, request, rollout.token_BL, rollout.segments_BL)
-        if isinstance(request.importance_object, Contrast):
-            return _contrast(request.importance_object, rollout, passes)
-        for one in passes:
-            length = one.token_bL.shape[1]
-            segments_bL, mask_bL = rollout.segments_BL[one.rows, :length], rollout.mask_BL[one.rows, :length]
-            importance_BL[one.rows, :length] = _importance(request, one, segments_bL, mask_bL)
+    if run.credit.importance is None:
+        return torch.zeros(rollout.token_BL.shape)
+    scored_B = rollout.advantage_B != 0 if scored_B is None else scored_B
+    computed = partial(_computed, request_of(run, step), rollout, passes, scored_B)
+    return computed() if predictor is None else with_predictions(predictor, rollout, passes, scored_B, computed)
+
+
+def _computed(request: Request, rollout: Rollout, passes: Sequence[Forward], scored_B: Tensor) -> Tensor:
+    """Importance of the rows of `scored_B`, `[B, L]`; 0 in others."""
+    importance_BL = torch.zeros(rollout.token_BL.shape)
+    if request.importance_object.copies is not None:
+        rows = rollout.token_BL[scored_B], rollout.segments_BL[scored_B]
+        importance_BL[scored_B] = masked_importance(passes[0].model, request, *rows)
+        return importance_BL
+    if isinstance(request.importance_object, Contrast):
+        return _contrast(request.importance_object, rollout, passes)
+    for one in (one for one in passes if scored_B[one.rows].all()):
+        length = one.token_bL.shape[1]
+        segments_bL, mask_bL = rollout.segments_BL[one.rows, :length], rollout.mask_BL[one.rows, :length]
+        importance_BL[one.rows, :length] = _importance(request, one, segments_bL, mask_bL)
     return importance_BL
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.noise import response_seeds
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
 from oar_plugin.passes.masked_copies import MaskedCopies
-from oar_plugin.passes.prediction import Amortized, Features, Learned
+from oar_plugin.passes.predicted_batch import PredictedBatch
+from oar_plugin.passes.prediction import Amortized, Learned
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps, to_device
 from oar_plugin.passes.trial import Reading, check_by_trial
@@ -134,53 +133,37 @@ def predicted_importance(
     Before `Learned` has learned, importance is 0.
     """
     token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
-    importance_BL, device = torch.zeros(token.shape), next(model.parameters()).device
-    prediction_B4 = torch.tensor([0.0, torch.nan, torch.nan, torch.nan]).repeat(len(token), 1)
-    rows = (segments == Segment.REASONING).any(-1).nonzero()[:, 0]
-    packed = packed_rows(token[rows], segments[rows], mask[rows])[0]
-    seed_R = response_seeds(packed.token_T, packed.response_T, len(rows), request.seed)
-    scored_R = predictor.chosen(seed_R) if isinstance(predictor, Amortized) else torch.zeros(len(rows)).bool()
-    _try(model, request, token, mask, max_over_ranks(len(rows)), max_over_ranks)
+    usable_B, device = (segments == Segment.REASONING).any(-1), next(model.parameters()).device
+    batch = PredictedBatch(predictor, request, packed_rows(token, segments, mask)[0], usable_B)
+    importance_BL = torch.zeros(token.shape)
+    _try(model, request, token, mask, max_over_ranks(int(usable_B.sum())), max_over_ranks)
 
-    def run(asked: Request, wanted: Tensor) -> Iterator[tuple[Tensor, Packed, Scores, Features]]:
-        groups = _of_like_length(wanted, mask.sum(-1), max_tokens)
+    def run(asked: Request, wanted_B: Tensor) -> None:
+        groups = _of_like_length(wanted_B.nonzero()[:, 0], mask.sum(-1), max_tokens)
         most = max_over_ranks(len(groups))
         for group in groups:
-            part = token[group], segments[group], mask[group]
-            packed, _, scores = _run(model, asked, part, checkpoint_activations)
-            yield group, packed, scores, Features(packed, scores, scores.log_prob_T)
+            rows = token[group], segments[group], mask[group]
+            packed, _, scores = _run(model, asked, rows, checkpoint_activations)
+            part_KL = torch.zeros(len(group), token.shape[1])
+            part_KL[mask[group]] = batch.field(packed, scores, scores.log_prob_T, group.tolist(), sign_B[group])
+            importance_BL[group] = part_KL
         for _ in range(most - len(groups)):
             _run(model, asked, (NOTHING_11, NOTHING_11, None), checkpoint_activations)
 
-    def store(group: Tensor, importance_T: Tensor) -> None:
-        part_KL = torch.zeros(len(group), token.shape[1])
-        part_KL[mask[group]] = importance_T
-        importance_BL[group] = part_KL
-
-    if isinstance(predictor, Amortized):
-        learned = list[tuple[Tensor, Features]]()
-        for group, packed, scores, features in run(request, rows[scored_R]):
-            store(group, importance_of_scores(request, packed, scores))
-            learned.append((group, features))
-        if request.importance_object.copies is not None:
-            own = segments.clone()
-            own[rows[~scored_R]] = int(Segment.OUTSIDE)
-            batch = token, own, mask, importance_BL
-            importance_BL = copies_importance(model, request, *batch, max_tokens, max_over_ranks)
-        for group, features in learned:
-            prediction_B4[group, 1:3] = predictor.learn(features, importance_BL[group][mask[group]])
-        predictor.close(sum_over_ranks, device)
-        prediction_B4[:, 3] = predictor.share
-    predicted = rows[~scored_R]
-    prediction_B4[predicted, 0] = 1.0
-    for group, _, _, features in run(replace(request, predicts=True), predicted):
-        store(group, predictor.predict(features))
-        if isinstance(predictor, Learned):
-            predictor.learn(features, sign_B[group])
-    if isinstance(predictor, Learned):
-        predictor.close(sum_over_ranks, device)
+    run(batch.scoring, batch.scored_B)
+    if request.importance_object.copies is not None:
+        own = segments.masked_fill(~batch.scored_B[:, None], int(Segment.OUTSIDE))
+        rows = token, own, mask, importance_BL
+        importance_BL = copies_importance(model, request, *rows, max_tokens, max_over_ranks)
+    batch.learn(
+        torch.arange(len(token)),
+        [row[keep] for row, keep in zip(importance_BL, mask, strict=True)],
+        sum_over_ranks,
+        device,
+    )
+    run(batch.predicting, usable_B & ~batch.scored_B)
     _release(model)
-    return importance_BL.to(token_BL.device), prediction_B4
+    return importance_BL.to(token_BL.device), batch.close(usable_B, sum_over_ranks, device)
 
 
 def _try(

@@ -22,6 +22,7 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import without_copies
 from oar_plugin.hosts.verl.importance_pass import (
+    ROW,
     ImportancePass,
     Mark,
     mark,
@@ -29,7 +30,6 @@ from oar_plugin.hosts.verl.importance_pass import (
     register_engines,
     seconds_between,
 )
-from oar_plugin.hosts.verl.predicted_batch import ROW
 from oar_plugin.passes.gradient import Layout, MicroBatchPass
 from oar_plugin.passes.masked_copies import MaskedCopies, Reduce, Result
 from oar_plugin.passes.request import IMPORTANCE, Request, nested
@@ -85,11 +85,9 @@ class OarFSDPMixin(ImportancePass):
                 if forward.log_probs:  # the host makes this forward anyway; importance costs the rest
                     output, started, backward = of_forward, mark(), self._backward
         micro_batch_pass.scores.total(self._sum_over_sharing_ranks)
-        if self._predicted is not None:
-            log_prob_T, scores = output["model_output"]["log_probs"].values(), micro_batch_pass.scores
-            output["model_output"][IMPORTANCE] = self._predicted.field(request, packed, scores, micro_batch, log_prob_T)
-        else:
-            output["model_output"][IMPORTANCE] = self._importance_field(request, packed, micro_batch_pass.scores)
+        log_probs = output["model_output"].get("log_probs")
+        given = micro_batch, None if log_probs is None else log_probs.values()
+        output["model_output"][IMPORTANCE] = self._field(request, packed, micro_batch_pass.scores, *given)
         return output, seconds_between(started, mark()) + seconds_between(*backward)
 
     @contextlib.contextmanager

@@ -27,11 +27,12 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import largest_divisor, scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
-from oar_plugin.hosts.verl.predicted_batch import PredictedBatch, values_of
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.passes.contexts import longest_of
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
+from oar_plugin.passes.predicted_batch import PredictedBatch
 from oar_plugin.passes.prediction import Amortized, Learned, predictor_of
-from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, SECONDS, Request, nested
+from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, SECONDS, STATUS, Request, nested
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 SCORED_3, PREDICTED_3 = torch.tensor(
     [[0.0, torch.nan, torch.nan], [1.0, torch.nan, torch.nan]]
 )  # of `PREDICTION_NAMES`
+ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
 
 Mark = Any
@@ -111,11 +113,6 @@ class ImportancePass:
         """The number of micro-batches must be a multiple of this number."""
         return 1
 
-    @staticmethod
-    def _importance_field(request: Request, packed: Packed, scores: Scores) -> Tensor:
-        """The field `IMPORTANCE` of `_score`: one value per token of a sequence. `scores` are the sums over ranks."""
-        return torch.nested.nested_tensor_from_jagged(importance_of_scores(request, packed, scores), packed.offsets)
-
     @cached_property
     def _token_bytes(self) -> TokenBytes:
         return TokenBytes(self.model_config.tokenizer)
@@ -148,9 +145,9 @@ class ImportancePass:
         else:
             packed = packed_of(data)
             nothing = Scores(kind, len(packed.token_T), torch.device("cpu"))
-            importance = of_responses(self._importance_field(request, packed, nothing), segments)
+            importance = of_responses(self._field(request, packed, nothing, data, None), segments)
         if num_ahead:
-            asked = request if predicted is None else predicted.scoring(request)
+            asked = request if predicted is None else predicted.scoring
             scored = self._score_or_run_out_of_memory(tu.index_select_tensor_dict(data, order[:num_ahead]), asked)
             if scored is None:
                 status_B[status_B == Status.SCORED] = Status.OUT_OF_MEMORY
@@ -164,14 +161,14 @@ class ImportancePass:
         total, device = self._sum_over_data, torch.device(get_device_id())
         if predicted is not None:  # what it predicts depends on the scores of this batch, those of copies too
             begun = mark()
-            if kind.copies is not None and predicted.given is None:
+            if kind.copies is not None and not predicted.scoring.predicts:
                 scored_B = status_B.where(score_B, int(Status.NOT_NEEDED))
                 zero_non_finite(importance, scored_B)
                 importance = self._copies_importance(data, request, segments, scored_B, importance)
             importance = predicted.learn(order, importance, total, device)
             seconds += seconds_between(begun, mark())
         if num_ahead < len(order) and not (request.importance_only and predicted is None):
-            rest, asked = order[num_ahead:], None if predicted is None else replace(request, predicts=True)
+            rest, asked = order[num_ahead:], None if predicted is None else predicted.predicting
             outputs.append(self._infer_unscored(data, rest, asked))
             if predicted is not None:
                 place(importance, rest, outputs[-1])
@@ -191,7 +188,7 @@ class ImportancePass:
         zero_non_finite(importance, status_B)
         answer = weigh_rows(importance, segments, status_B, request.config, kind)
         if predicted is not None:
-            columns = zip(answer[MEASURES], predicted.close(status_B, total, device), strict=True)
+            columns = zip(answer[MEASURES], predicted.close(status_B == Status.SCORED, total, device), strict=True)
             answer[MEASURES] = [torch.cat([measure_4, prediction_4]) for measure_4, prediction_4 in columns]
         seconds += seconds_between(begun, mark())
         answer[SECONDS] = [torch.tensor([seconds / len(segments)])] * len(segments)
@@ -204,8 +201,27 @@ class ImportancePass:
         if request.reads_hidden:
             self._predictor = self._predictor or predictor_of(request.config, request.importance)
             assert self._predictor is not None
-            self._predicted = PredictedBatch(self._predictor, request, data, packed_of(data), status_B)
+            given = None
+            if isinstance(self._predictor, Amortized) and request.config.offloads:
+                scored_B = values_of(data, ENGINE_FIELDS[STATUS]) == Status.SCORED
+                given = response_rows(data, ENGINE_FIELDS[IMPORTANCE]), scored_B
+            usable_B = status_B == Status.SCORED
+            self._predicted = PredictedBatch(self._predictor, request, packed_of(data), usable_B, given)
         return self._predicted
+
+    def _field(
+        self, request: Request, packed: Packed, scores: Scores, data: TensorDict, log_prob_T: Tensor | None
+    ) -> Tensor:
+        """The field `IMPORTANCE` of `_score`: one value per token of a sequence. `scores` are the sums over ranks.
+
+        `data` has the rows of `packed`; `log_prob_T` their log-probs as verl has them, at the token before.
+        """
+        if self._predicted is None or log_prob_T is None:
+            importance_T = importance_of_scores(request, packed, scores)
+        else:
+            signs = values_of(data, NEEDED)
+            importance_T = self._predicted.field(packed, scores, log_prob_T.roll(1), data[ROW].tolist(), signs)
+        return torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets)
 
     def _segments(self, data: TensorDict, request: Request) -> tuple[list[Tensor], Tensor]:
         """`segment_rows` of a batch; a response whose answer search failed on one rank that holds it has failed on all of them.
@@ -308,6 +324,12 @@ class ImportancePass:
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
         distributed.all_reduce(counts, op=distributed.ReduceOp.MAX, group=group)
         return int(counts.item())
+
+
+def values_of(data: TensorDict, name: str) -> Tensor:
+    """Returns a field with one number per row, `[B]`, on the CPU."""
+    field = data[name].cpu()
+    return (field.values() if field.is_nested else field).flatten()
 
 
 def response_rows(data: TensorDict, name: str) -> list[Tensor]:

@@ -32,7 +32,6 @@ from oar_plugin.hosts.verl.importance_pass import (
     register_engines,
     seconds_between,
 )
-from oar_plugin.hosts.verl.predicted_batch import ROW
 from oar_plugin.hosts.verl.settings import REFUSED, copies_under_megatron
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
@@ -114,11 +113,8 @@ class OarMegatronMixin(ImportancePass):
                 self._schedules = None
         self._total_scores(scores)
         answer = output.setdefault("model_output", {})
-        if self._predicted is not None:
-            log_prob_T = self._log_probs_everywhere(answer.get("log_probs"), len(packed.token_T))
-            answer[IMPORTANCE] = self._predicted.field(request, packed, scores, data, log_prob_T)
-        else:
-            answer[IMPORTANCE] = self._importance_field(request, packed, scores)
+        log_prob_T = self._log_probs_everywhere(answer.get("log_probs"), len(packed.token_T)) if hidden else None
+        answer[IMPORTANCE] = self._field(request, packed, scores, data, log_prob_T)
         seconds = seconds_between(started, mark())
         return output, seconds - sum(seconds_between(*forward) for forward in schedules.host_forwards)
 
