@@ -145,6 +145,7 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     if engines and installed() is None:
         yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_OR_LOCAL}"
     needed = {"always": True, "v1": not ray_trainer, "megatron": megatron, "contexts": oar.contexts, "engines": engines}
+    needed["signs"] = oar.contexts or oar.importance_object.learns
     needed["fused"] = not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels")
     for refused in (one for when, table in REFUSED.items() if needed[when] for one in table):
         value = OmegaConf.select(config, refused.key)
