@@ -58,7 +58,6 @@ tokens that have another text there. Then:
 | a token is outside the vocabulary | it has no bytes, or those of the unknown token if `decode` shows that |
 | `decode` raises | the response falls back to GRPO, and counts as `search_failed` |
 | a special token shows as text (Wav2Vec2's separator of words) | this text is missing |
-| `contrast` with chats, and `MistralCommonBackend` | `no_context`: it does not read the text of a chat back |
 """
 
 

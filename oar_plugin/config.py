@@ -17,7 +17,6 @@ from oar_plugin.credit import called
 from oar_plugin.credit.answer import make_finder
 from oar_plugin.credit.gate import GATES, Gate, gate_of
 from oar_plugin.credit.importance import IMPORTANCES, Copies, Importance, importance_of, of_engines, without_copies
-from oar_plugin.credit.importance.base import Shown
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
@@ -87,23 +86,9 @@ class DumpConfig(_Settings):
     """Number of prompts per dump, each with all its responses; prompts with both right and wrong responses come first."""
 
 
-class ContextConfig(_Settings):
-    """The settings of `algorithm.oar.context`: prompts that show an answer, for importances that have `contexts`."""
-
-    template: str = Field(
-        "The right answer is {answer}. {prompt}",
-        pattern=r"^[^{}]*(\{prompt\}[^{}]*\{answer\}|\{answer\}[^{}]*\{prompt\})[^{}]*$",
-        description="The prompt that shows an answer: {prompt} is the user's last message, or the prompt if it is a text.",
-    )
-    truth: str | None = None
-    """TRL only: the column of the data that holds the right answer, the final one without its solution. null: the first of
-    ground_truth, solution, answer. verl reads reward_model.ground_truth."""
-
-
 GROUPS: dict[str, type[BaseModel]] = {
     "perturbation": PerturbationConfig,
     "amortize": AmortizeConfig,
-    "context": ContextConfig,
     "dump": DumpConfig,
 }
 """The keys of `algorithm.oar` that hold other keys."""
@@ -182,8 +167,6 @@ class OarConfig(_Settings):
     """The masked copies of counterfactual importance."""
     amortize: AmortizeConfig = Field(default_factory=AmortizeConfig)
     """Importance of a share of the responses, predicted for the others."""
-    context: ContextConfig = Field(default_factory=ContextConfig)
-    """The prompts that show an answer; only contrast and contrast_own use them."""
     dump: DumpConfig = Field(default_factory=DumpConfig)
     """Groups of responses with their weights, for people to look at."""
 
@@ -267,11 +250,6 @@ class OarConfig(_Settings):
         if not self.offloads or self.amortize.share is not None:  # with engines, it predicts what they did not score
             return self.importance
         return None if self.perturbation.fallback == "none" else self.perturbation.fallback
-
-    @property
-    def contexts(self) -> tuple[Shown, ...]:
-        """What the prompts show of the contexts that the actor's importance reads."""
-        return () if self.actor_importance is None else importance_of(self.actor_importance).contexts
 
     def _check_conflicts(self, importance: Importance) -> None:
         settings = self.model_dump() | {"tau": self.quantile}

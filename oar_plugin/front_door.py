@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +20,6 @@ from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.watch import Watch
-from oar_plugin.passes.contexts import ContextPrompts, Contexts, PromptSource, longest_of
-from oar_plugin.passes.plain import in_eval_mode, log_probs
 from oar_plugin.passes.prediction import Predictor
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
@@ -85,7 +82,6 @@ def importance(
     segments: Tensor | None = None,
     prompts: Sequence[Any] | None = None,
     responses: Sequence[Any] | None = None,
-    truths: Sequence[Any] | None = None,
     advantages: Tensor | Sequence[float] | None = None,
     tokenizer: Any = None,
     temperature: float = 1.0,
@@ -106,9 +102,7 @@ def importance(
         segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: from the text, by `answer_patterns`.
         prompts: B texts, chats (lists of messages, for the tokenizer's chat template) or sequences of token ids.
         responses: B texts or sequences of token ids, without special tokens before them. Both may be a tokenizer's output.
-        truths: B right answers, and `advantages` `[B]`, of which only the sign counts: for an importance that shows the right
-            answer in another prompt (`contrast`). It needs `prompts` and responses without `segments`. `value` learns from
-            `advantages` too.
+        advantages: `[B]`, of which only the sign counts, for an importance that learns from them (`value`).
         tokenizer: the model's tokenizer; not needed with `input_ids`, `attention_mask` and `segments`.
         temperature: the sampling temperature of the responses.
         step: training step, on which signs, noise and the probe's warm-up depend.
@@ -137,7 +131,7 @@ def importance(
     _check(not isinstance(model, str), f"model={model!r}", "give the loaded model, not its name")
     config: Any = model.config
     text, padding = config.get_text_config(), config if tokenizer is None else None
-    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding, contexts=True)
+    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding)
     if predictor is not None:
         same = type(predictor) is type(credit.predictor)
         _check(same, f"predictor={type(predictor).__name__}", "must be of a call with the same settings")
@@ -185,7 +179,6 @@ def importance(
         if outside := ids_L[(ids_L < 0) | (ids_L >= text.vocab_size)].tolist():
             fault = f"token id {outside[0]} in response {row} or its prompt: the model has 0 to {text.vocab_size - 1}"
             raise ValueError(f"{fault}; use its own tokenizer, and mask padding")
-    contexts = _contexts(credit, model, prompts, truths, advantages, rows, segments)
     token_BL, own_BL = (pad_sequence(list(column), True) for column in zip(*rows, strict=True))
     mask_BL = torch.arange(token_BL.shape[1]) < torch.tensor([len(ids) for ids, _ in rows])[:, None]
     batch = PaddedBatch(token_BL, mask_BL, mask_BL & (own_BL.cumsum(-1) > 0), own_BL)
@@ -198,14 +191,9 @@ def importance(
         _check(not wrong, f"segments hold {wrong[:1]}", f"allowed: {known}")
         segments_BL, status_B = _checked_segments(segments_BL)
     segments_BL = segments_BL.to(torch.int8)
-    if contexts is None:
-        sign_B = torch.zeros(len(rows)) if advantages is None else torch.as_tensor(advantages).float().sign()
-        _check(sign_B.shape == (len(rows),), _shape("advantages", sign_B), f"must be ({len(rows)},)")
-        importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens, sign_B=sign_B)
-    else:
-        with in_eval_mode(model):
-            run = partial(log_probs, model, temperature=temperature, max_tokens=max_tokens)
-            importance_BL = credit.contrast(batch, contexts, segments_BL, status_B, run)
+    sign_B = torch.zeros(len(rows)) if advantages is None else torch.as_tensor(advantages).float().sign()
+    _check(sign_B.shape == (len(rows),), _shape("advantages", sign_B), f"must be ({len(rows)},)")
+    importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens, sign_B=sign_B)
     even = credit.reshape(step, torch.ones_like(importance_BL), importance_BL, segments_BL, status_B)
     status = [Status(int(value)) for value in even.status_B]
     Watch(credit.config.fallback_warning, 1).see(step, {f"oar/{name}": value for name, value in even.metrics.items()})
@@ -294,36 +282,6 @@ def _token_ids(name: str, given: Any, dim: int, wanted: str) -> Tensor:
         fits = False
     _check(fits, f"{name}={given!r:.60}", wanted)
     return ids.long().clone()
-
-
-def _contexts(
-    credit: TokenCredit,
-    model: nn.Module,
-    prompts: Sequence[Any] | None,
-    truths: Sequence[Any] | None,
-    advantages: Tensor | Sequence[float] | None,
-    rows: Sequence[tuple[Tensor, Tensor]],
-    segments: Any,
-) -> Contexts | None:
-    """What the importance reads after other prompts; None if it reads nothing there. `rows`: see `_tokenized`."""
-    if not credit.config.importance_object.contexts:
-        return None
-    sign_B = torch.as_tensor(() if advantages is None else advantages, dtype=torch.float32).cpu().sign().long()
-    flat = {"prompts": prompts, "truths": truths, _shape("advantages", sign_B): sign_B if sign_B.dim() == 1 else None}
-    wrong = [name for name, value in flat.items() if value is None or len(value) != len(rows)]
-    kinds = (one if isinstance(one, str) else next(iter(one), None) for one in (() if prompts is None else prompts))
-    wrong += ["token ids as prompts"] * (not all(isinstance(kind, str | Mapping) for kind in kinds))
-    wrong += ["tokenizer"] * (credit.tokenizer is None) + ["segments"] * (segments is not None)
-    if prompts is None or truths is None or wrong:
-        raise OarConfigError(
-            f"oar_plugin.importance.importance={credit.config.importance}: it shows answers in prompts, and needs {len(rows)} "
-            f"prompts (texts or chats), truths and advantages, the tokenizer, and no segments; at fault: {', '.join(wrong)}"
-        )
-    sources = [
-        PromptSource(prompt, ids[~own], ids[own], own[own], truth, sign) if sign else None
-        for (ids, own), prompt, truth, sign in zip(rows, prompts, truths, sign_B.tolist(), strict=True)
-    ]
-    return ContextPrompts(credit.config, credit.tokenizer, longest_of(model.config)).contexts(sources)
 
 
 def _check(holds: bool, what: str, wanted: str) -> None:

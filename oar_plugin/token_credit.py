@@ -19,13 +19,10 @@ from torch.nn.functional import pad
 from oar_plugin.config import PREFIX, OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import MEASURE_NAMES, Status, summarize
-from oar_plugin.credit.importance import without_contexts
-from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.credit.watch import Watch
 from oar_plugin.estimator import rewarded, weigh
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import Header, Response, header_for
-from oar_plugin.passes.contexts import Contexts, LogProbs
 from oar_plugin.passes.plain import batch_importance, in_eval_mode, predicted_importance
 from oar_plugin.passes.prediction import predictor_of
 from oar_plugin.passes.request import Request, replacement_token
@@ -91,7 +88,6 @@ class TokenCredit:
         padding: an object with the `pad_token_id` that replaces masked tokens. None: the tokenizer.
         home: the parent folder of a relative `dump.dir`. None: this process writes no files.
         offloads: true if the host's rollout engines can score masked copies.
-        contexts: true if the host makes `Contexts` for importances that read them.
 
     Raises:
         OarConfigError: a setting cannot work. The message names the key, its value and the allowed values.
@@ -107,15 +103,11 @@ class TokenCredit:
         padding: Any = None,
         home: str | Path | None = None,
         offloads: bool = False,
-        contexts: bool = False,
     ) -> None:
         self.config = settings if isinstance(settings, OarConfig) else OarConfig.parse(settings, prefix)
         if self.config.offloads and not offloads:
             fault = "there are no rollout engines here; allowed: actor"
             raise OarConfigError(f"{prefix}.perturbation.backend=rollout: {fault}")
-        if self.config.contexts and not contexts:
-            fault = f"prompts that show an answer are not made here; allowed: {without_contexts()}"
-            raise OarConfigError(f"{prefix}.importance={self.config.importance}: {fault}")
         self.tokenizer = tokenizer
         self._token_bytes, self._eos_token_ids = None, set[int]()
         if tokenizer is not None:
@@ -216,22 +208,6 @@ class TokenCredit:
                 predicted = predicted_importance(model, request, self.predictor, *rows, signs, *how, sum_over_ranks)
                 importance_BT, self._prediction_B4 = predicted
         return importance_BT[:, before:]
-
-    def contrast(
-        self, batch: PaddedBatch, contexts: Contexts, segments_BL: Tensor, status_B: Tensor, log_probs: LogProbs
-    ) -> Tensor:
-        """`importance` of an importance with contexts. Responses to score that have none get another status, in place.
-
-        All ranks of a sharded model must call this method. `log_probs` is the host's own log-prob pass.
-        """
-        spans, state_B = [span for span, *_ in batch.responses], status_B.cpu()
-        segments = [row[span] for row, span in zip(segments_BL.cpu(), spans, strict=True)]
-        kind = self.config.importance_object
-        assert isinstance(kind, Contrast)
-        importance = contexts.importance(kind, segments, state_B, log_probs)
-        segments_BL.copy_(_columns(batch, segments, int(Segment.OUTSIDE), torch.int8))
-        status_B.copy_(state_B)
-        return _columns(batch, importance, 0, torch.float32)
 
     def reshape(
         self, step: int, advantage_BL: Tensor, importance_BL: Tensor, segments_BL: Tensor, status_B: Tensor

@@ -48,8 +48,6 @@ def test_what_a_configuration_says(given, values):
         ({"importance": "span_masking", "perturbation": {"budget": 5}}, ["perturbation.budget=5", "budget=1 or 10"]),
         ({"perturbation": {"span": "lines"}}, ["algorithm.oar.perturbation.span='lines'", "integer"]),
         ({"perturbation": {"replacement": "mean"}}, ["algorithm.oar.perturbation.replacement='mean'", "'pad'"]),
-        ({"context": {"template": "{answer}"}}, ["context.template='{answer}'", "prompt"]),
-        ({"context": {"template": "{prompt} {answre}"}}, ["context.template=", "answer"]),
         ({"dump_dir": "x"}, ["algorithm.oar.dump_dir='x'", "did you mean algorithm.oar.dump.dir?"]),
         ({"dump_responses": 4}, ["algorithm.oar.dump_responses=4", "dump.every, dump.groups"]),
         ({"dump": {"every": 0}}, ["algorithm.oar.dump.every=0", "greater than or equal to 1"]),

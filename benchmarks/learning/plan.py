@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
-from benchmarks.learning.tasks import TASKS, Shown
+from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import BLAME, SPARE, Credit, Run
 from oar_plugin.config import OarConfigError
 
@@ -131,15 +131,12 @@ def _plan(name: str, values: Any) -> Plan:
         raise ValueError("judge: no pair to compare methods on; allowed: a model and a seed or more")
     if len(plan.rates) > 1 and not plan.choose.all():
         raise ValueError("rates: of several one is chosen on the pairs of choose, which has none")
-    blind = [task for task in tasks if not isinstance(TASKS[task], Shown)]
     for method, credit in plan.methods.items():
         try:
-            copies, contexts = credit.config(0).copies, credit.config(0).importance_object.contexts
+            copies = credit.config(0).copies
         except (ValueError, OarConfigError) as error:
             raise ValueError(f"methods.{method}: {error} (importance: or {BLAME}; gate: or {SPARE})") from None
         of = f"methods.{method}: importance={credit.importance}"
-        if contexts and blind:
-            raise ValueError(f"{of} needs prompts with a place for the answer; tasks: {', '.join(blind)}")
         if copies and copies.by_gradient:
             raise ValueError(f"{of}: copies that a gradient chooses, which the small trainer does not run")
     return plan

@@ -11,8 +11,7 @@ has as well, and sums are small ones.
 | `chain_quiet`    | as `chain`                            |                   | filler has the entropy of results            |
 
 `parallel_1`, `parallel_2` and `chain_2` have one step or two in place of four; `parallel_2_terse` has hardly any filler;
-imitators of `parallel_2_rare` are right less often; prompts of `parallel_2_shown` and `chain_2_shown` have a place for the
-answer. `sentences` are word problems (`benchmarks.learning.sentences`).
+imitators of `parallel_2_rare` are right less often. `sentences` are word problems (`benchmarks.learning.sentences`).
 
 In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, in
 `chain_quiet`, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
@@ -24,11 +23,10 @@ from typing import Any, ClassVar
 
 from benchmarks.learning.sentences import Sentences
 from benchmarks.tiny.tasks import Chain, Parallel, Problem, Reading, Step, Task
-from benchmarks.tiny.words import DIGITS, EVERY, MARK, NAMES, VOCABULARY, WORDS
+from benchmarks.tiny.words import DIGITS, EVERY, NAMES, VOCABULARY, WORDS
 
 QUIET = ("so",) * 16 + WORDS[1:5]
 """An error rate of 0.2 over four wrong values, in words."""
-BLANK = "/"
 _SUM = "+-"
 
 
@@ -68,35 +66,6 @@ class NamedChain(Chain):
     def solution(self, content: Any, rng: random.Random, error_rate: float) -> tuple[list[Step], list[str]]:
         steps, answer = super().solution(content, rng, error_rate)
         return _named(steps), answer
-
-
-class Shown(Task):
-    """A prompt ends with a place for the answer, blank in problems.
-
-    For the warm start every second prompt shows an answer, and its demonstration arrives there, right or wrong.
-    """
-
-    def draw(self, rng: random.Random) -> tuple[list[str], Any]:
-        words, content = super().draw(rng)  # type: ignore[safe-super]
-        _, answer = self.solution(content, random.Random(0), 0.0)
-        return [*words, *[BLANK] * len(answer)], content
-
-    def example(self, rng: random.Random, filler: tuple[int, int] | None) -> tuple[Sequence[int], list[int]]:
-        prompt, response = super().example(rng, filler)
-        return (showing(prompt, response[response.index(MARK) + 1 : -1]) if rng.random() < 0.5 else prompt), response
-
-
-def showing(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
-    """The prompt with an answer in its place."""
-    return [*prompt[: -len(answer)], *answer]
-
-
-class ShownParallel(Shown, NamedParallel):
-    pass
-
-
-class ShownChain(Shown, NamedChain):
-    pass
 
 
 class OrderedLookup(Task):
@@ -154,8 +123,6 @@ TASKS: dict[str, Task] = {
         NamedParallel("parallel_2_terse", steps=2, filler=(0, 2), error_rate=0.36),
         NamedParallel("parallel_2_rare", steps=2, filler=(5, 8), error_rate=0.55),
         NamedChain("chain_2", steps=2, filler=(5, 8), error_rate=0.36),
-        ShownParallel("parallel_2_shown", steps=2, filler=(5, 8), error_rate=0.36),
-        ShownChain("chain_2_shown", steps=2, filler=(5, 8), error_rate=0.36),
         Sentences("sentences", steps=5, filler=(0, 1), error_rate=0.33),
     )
 }

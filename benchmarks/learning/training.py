@@ -9,7 +9,7 @@ import hashlib
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TypeAlias
 
@@ -34,8 +34,6 @@ from benchmarks.tiny.words import PAD
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.importance.base import Shown
-from oar_plugin.credit.importance.contrast import Contrast
 from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
 from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
@@ -146,13 +144,6 @@ class Rollout:
     causal_BL: Tensor  # bool, the results that the answer follows from
     wrong_BL: Tensor  # bool, those of them that are wrong
     gold_Bm: Tensor  # int64 ids, the right answer to the problem
-
-    @property
-    def own_Bm(self) -> Tensor:
-        """Int64 ids, the response's own answer; PAD where it has another length than the right one."""
-        answers = [ids[at == Segment.ANSWER] for ids, at in zip(self.token_BL, self.segments_BL, strict=True)]
-        length = self.gold_Bm.shape[1]
-        return torch.stack([one if len(one) == length else torch.full((length,), PAD) for one in answers])
 
     @property
     def reasoning_BL(self) -> Tensor:
@@ -353,34 +344,11 @@ def _computed(request: Request, rollout: Rollout, passes: Sequence[Forward], sco
         rows = rollout.token_BL[scored_B], rollout.segments_BL[scored_B]
         importance_BL[scored_B] = masked_importance(passes[0].model, request, *rows)
         return importance_BL
-    if isinstance(request.importance_object, Contrast):
-        return _contrast(request.importance_object, rollout, passes)
     for one in (one for one in passes if scored_B[one.rows].all()):
         length = one.token_bL.shape[1]
         segments_bL, mask_bL = rollout.segments_BL[one.rows, :length], rollout.mask_BL[one.rows, :length]
         importance_BL[one.rows, :length] = _importance(request, one, segments_bL, mask_bL)
     return importance_BL
-
-
-def _contrast(importance: Contrast, rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
-    """Of an importance with contexts: the same response behind prompts with an answer in its place (`tasks.Shown`).
-
-    NaN, which falls back, in a response without one: its own answer is right or of another length.
-    """
-    answers = {"truth": rollout.gold_Bm, "own": rollout.own_Bm}
-    found: dict[Shown, Tensor] = {"own": log_probs(rollout, passes)}
-    for what in importance.contexts:
-        at = torch.arange(rollout.prompt_length - rollout.gold_Bm.shape[1], rollout.prompt_length)
-        other = replace(rollout, token_BL=rollout.token_BL.index_copy(1, at, answers[what]))
-        with torch.no_grad():
-            found[what] = log_probs(other, forward(passes[0].model, other))
-    rows = [
-        importance.contrast({what: of_BL[row] for what, of_BL in found.items()}, sign)
-        for row, sign in enumerate(rollout.advantage_B.sign().int().tolist())
-    ]
-    contrast_BL = torch.stack(rows).masked_fill(rollout.segments_BL != Segment.REASONING, 0.0)
-    without_B = (rollout.own_Bm == PAD).any(1) | (rollout.own_Bm == rollout.gold_Bm).all(1)
-    return contrast_BL.masked_fill((without_B & ("own" in importance.contexts))[:, None], torch.nan)
 
 
 def _importance(request: Request, one: Forward, segments_bL: Tensor, mask_bL: Tensor) -> Tensor:

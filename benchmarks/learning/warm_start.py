@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.learning.sentences import Sentences
-from benchmarks.learning.tasks import TASKS, Shown, lessons, showing
+from benchmarks.learning.tasks import TASKS, lessons
 from benchmarks.tiny.fast import head_of, rows_of
-from benchmarks.tiny.model import build_model, sample
-from benchmarks.tiny.tasks import Problem, Task
+from benchmarks.tiny.model import build_model
+from benchmarks.tiny.tasks import Task
 from benchmarks.tiny.warm_start import FILLER_WEIGHT, VALUE_WEIGHT, accuracy, batches, kept_weights, word_weights
 from benchmarks.tiny.words import EVERY as EVERY_WORD
 from benchmarks.tiny.words import PAD
@@ -44,8 +44,7 @@ IMITATION = 250
 """Steps on whole demonstrations with errors."""
 ENOUGH = 0.8
 """Share of right answers, each of the most likely tokens, of a model that knows its task. A perfect imitator has all of them
-right, however many errors it saw. Also the share of wrong answers that a model repeats where the prompt shows one (`Shown`): a
-model that hardly looks there begins again."""
+right, however many errors it saw."""
 ASKED = 128
 SENTENCES = 32, 5e-3, 0.8, 50, 4000, 0.6
 """`BATCH`, `LEARNING_RATE`, `LEARNED`, `EVERY`, `LONGEST` and `ENOUGH` of word problems, which are harder to learn.
@@ -82,9 +81,7 @@ def _new(seed: int, task: Task) -> PreTrainedModel:
 def _taught(task: Task, number: int, progress: Progress) -> PreTrainedModel:
     for attempt in range(ATTEMPTS):
         model = _new(number + 1000 * attempt, task)
-        if teach(model, task, number, progress) and (
-            not isinstance(task, Shown) or shown_is_used(model, task) >= ENOUGH
-        ):
+        if teach(model, task, number, progress):
             break
     else:
         raise StuckError(f"task {task.name}, warm model {number}: stuck in {ATTEMPTS} attempts")
@@ -92,16 +89,6 @@ def _taught(task: Task, number: int, progress: Progress) -> PreTrainedModel:
     if share < _recipe(task)[-1]:
         raise StuckError(f"task {task.name}, warm model {number}: right in {share:.0%} of its most likely answers")
     return model
-
-
-def shown_is_used(model: PreTrainedModel, task: Task) -> float:
-    """Share of problems whose most likely answer is the one that the prompt shows, which is the answer to another problem."""
-    problems = list(itertools.islice(task.problems(0), ASKED))
-    answers = [problem.answer for problem in problems[1:] + problems[:1]]
-    prompt_BP = torch.tensor([showing(one.prompt, answer) for one, answer in zip(problems, answers, strict=True)])
-    response_BR = sample(model, prompt_BP, 1, task.max_response_length, None)
-    asked = (Problem((), answer, None) for answer in answers)
-    return sum(task.read(one, ids).right for one, ids in zip(asked, response_BR.tolist(), strict=True)) / ASKED
 
 
 def warm_model(name: str, number: int, progress: Progress = lambda *_: None) -> PreTrainedModel:

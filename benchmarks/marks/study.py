@@ -27,7 +27,7 @@ from benchmarks.workload import check_at_least_one
 from oar_plugin.credit.gate import two_level
 from oar_plugin.credit.importance import IMPORTANCES as SHIPPED
 from oar_plugin.credit.importance import importance_of
-from oar_plugin.passes.contexts import longest_of
+from oar_plugin.passes.segments import longest_of
 
 PROMPTS, COPIES = 16, 8
 _CANDIDATES = "python:benchmarks.candidates.learning"

@@ -27,9 +27,6 @@ class Status(enum.IntEnum):
     ANSWER_TOO_LONG = 12  # more tokens than `max_answer_tokens`
     OUT_OF_MEMORY = 13  # in the actor's pass over its micro-batches
     SEARCH_FAILED = 14  # a pattern of the user's own took too long or raised, or the tokenizer raised
-    # 15, 16: the importance reads contexts (`oar_plugin.passes.contexts`).
-    NO_CONTEXT = 15  # no right answer is known, or no prompt can show it; or there is no wrong answer to show
-    CONTEXT_TOO_LONG = 16
     BAD_REWARD = 17  # it has no reward, or its advantage is NaN or infinite, because its reward or a sibling's is
     LEARNING = 18  # the importance learns from outcomes, and this is its first step
 

@@ -25,8 +25,6 @@ ADVICE = {
     Status.ANSWER_TOO_LONG: "do answer_patterns match too much? else raise max_answer_tokens",
     Status.OUT_OF_MEMORY: "lower the tokens or responses per micro-batch of the actor's update",
     Status.SEARCH_FAILED: "the log names what failed in the search for the answer",
-    Status.NO_CONTEXT: "give right answers as text or number, and prompts as messages or plain text (no template applied)",
-    Status.CONTEXT_TOO_LONG: "raise the actor's tokens per micro-batch, or shorten context.template",
     Status.BAD_REWARD: "what does the reward function return? A dump (dump.dir) shows these responses without a reward",
 }
 """What to do about each reason for a fallback."""

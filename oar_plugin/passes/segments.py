@@ -61,6 +61,11 @@ def end_of_sequence_tokens(tokenizer: Any, generation_config: Any) -> set[int]:
     return {tokenizer.eos_token_id, *(generation if isinstance(generation, list) else [generation])} - {None}
 
 
+def longest_of(config: Any) -> int:
+    """Most tokens of a sequence that a model with this configuration has positions for."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+
+
 def segment_response(
     ids: Sequence[int],
     own: np.ndarray,

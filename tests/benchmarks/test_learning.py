@@ -113,34 +113,6 @@ def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(name,
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["contrast", "contrast_own"])
-@torch.no_grad()
-def test_contrast_is_that_of_plain_forwards(name, model, rollout):
-    """Behind prompts whose last two tokens are the answer. A right response and the last have no wrong answer of their own."""
-
-    def log_prob(ids):
-        return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-
-    def behind(ids, answer):
-        return log_prob(torch.cat([ids[: rollout.prompt_length - 2], answer, ids[rollout.prompt_length :]]))
-
-    run = replace(RUN, credit=Credit(importance=name))
-    with torch.enable_grad():
-        importance_BL = training.importance(run, rollout, forward(model, rollout), 0)
-    for row, (ids, gold) in enumerate(zip(rollout.token_BL, rollout.gold_Bm, strict=True)):
-        reasoning, own = rollout.reasoning_BL[row], ids[rollout.segments_BL[row] == Segment.ANSWER]
-        if name == "contrast_own" and (torch.equal(own, gold) or not len(own)):
-            assert importance_BL[row].isnan().all()
-            continue
-        other = behind(ids, own) if name == "contrast_own" else log_prob(ids)
-        want = (rollout.advantage_B[row].sign() * (behind(ids, gold) - other)).clamp(0, 5)
-        torch.testing.assert_close(importance_BL[row, reasoning], want[reasoning[1:]], rtol=1e-3, atol=1e-5)
-        assert importance_BL[row, ~reasoning].abs().sum() == 0
-    assert importance_BL.isnan().all(1).tolist() == [
-        name == "contrast_own" and row != 1 and row != 3 for row in range(6)
-    ]
-
-
 def test_an_update_is_the_textbooks(model, rollout, monkeypatch):
     """REINFORCE, a mean over the tokens of all responses, its norm clipped."""
     monkeypatch.setattr(training, "MAX_GRADIENT_NORM", 0.01)

@@ -7,11 +7,6 @@ from oar_plugin.passes.request import SECONDS
 from tests.hosts.engine.world import nested
 
 
-def log_probs_after(ids_T):
-    """Made-up log-probs, each of which depends on all tokens before. As in verl, that of a token is one place to the left."""
-    return -(ids_T.cumsum(0) % 5).float().roll(-1)
-
-
 def answer_of(importance, segments, status, settings, seconds=0.5):
     """All fields, nested. `status`: a `Status` per row, before the gate. `settings`: of the gate, a request or OarConfig."""
     segments = [row.to(torch.int8) for row in segments]

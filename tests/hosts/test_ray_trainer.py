@@ -1,7 +1,6 @@
 """What `RayPPOTrainer` with OAR does to a batch. verl's own methods run; only its workers are a stand-in."""
 
 from functools import cache
-from unittest import mock
 from unittest.mock import Mock, call
 
 import numpy as np
@@ -25,12 +24,11 @@ from oar_plugin.hosts.verl import ray_trainer as ours
 from oar_plugin.hosts.verl import trainer_credit
 from oar_plugin.hosts.verl.importance_pass import response_rows
 from oar_plugin.hosts.verl.settings import resolve
-from oar_plugin.passes.contexts import ContextPrompts
-from oar_plugin.passes.request import NEEDED, REQUEST, STATUS, WEIGHTS, Request
+from oar_plugin.passes.request import NEEDED, REQUEST, WEIGHTS, Request
 from oar_plugin.runs.recipe import compose_recipe
 from oar_plugin.token_credit import TokenCredit
 from tests.asked import GIVEN
-from tests.hosts.answer import answer_of, log_probs_after
+from tests.hosts.answer import answer_of
 from tests.hosts.engine.world import nested
 from tests.hosts.test_settings import config as plain
 from tests.hosts.whole_run import RECIPES
@@ -157,78 +155,6 @@ def plain_of(field):
     if isinstance(field, torch.Tensor):
         return [row.tolist() for row in field.unbind()]
     return [plain_of(one) for one in field] if isinstance(field, list) else field
-
-
-def with_truths(one, batch):
-    """Right answers for a batch, and prompts that can show them."""
-    one.tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    texts = [one.tokenizer.decode([7] * length) for length in (3, 4, 4, 4, 4, 4)]
-    messages = [[{"role": "user", "content": text}] for text in texts]
-    batch.non_tensor_batch["raw_prompt"] = np.array([*messages, None], dtype=object)[:-1]
-    batch.non_tensor_batch["reward_model"] = np.array([{"ground_truth": "7"}] * 6, dtype=object)
-    one._longest = 100
-    return batch, texts
-
-
-class Reader(Workers):
-    """Workers whose log-probs depend on all tokens before, and whose importance is 0: no pass of theirs made it."""
-
-    def compute_log_prob(self, data):
-        output = super().compute_log_prob(data)
-        output["log_probs"] = nested(log_probs_after(row) for row in data["input_ids"].unbind())
-        if STATUS in output:
-            status = output[STATUS].values()
-            output[STATUS] = nested(status.masked_fill(status == Status.SCORED, int(Status.CONSTANT))[:, None].unbind())
-        return output
-
-
-@pytest.mark.parametrize("bypass", [False, True])
-@pytest.mark.parametrize("importance", ["contrast", "contrast_own"])
-def test_a_contrast_is_made_of_the_hosts_own_passes_and_the_update_sees_no_answer(bypass, importance):
-    one = trainer_of(importance=importance, workers=Reader())
-    batch, texts = with_truths(one, batch_of())
-    responses = dict(enumerate(batch.batch["responses"][row, :length] for row, length in enumerate(LENGTHS)))
-    with mock.patch.object(ContextPrompts, "_wrong_answer", return_value="8"):
-        batch, host_BL, _ = step(one, batch, bypass)
-    first, *others = one.actor_rollout_wg.asked
-    assert len(others) == 1 + (bypass or importance == "contrast_own")
-    assert REQUEST in first
-    assert not any(REQUEST in data for data in others)
-    weights = one.actor_rollout_wg.updated[0]["advantages"] / host_BL
-    for place, row in enumerate(batch.batch["row"].tolist()):
-        if row > 2:
-            assert one.actor_rollout_wg.updated[0]["advantages"][place].equal(host_BL[place])
-            continue
-        after = []
-        for answer in (7, 8 if importance == "contrast_own" else None):
-            showing = texts[row] if answer is None else f"The right answer is {answer}. {texts[row]}"
-            prompt = torch.tensor(one.tokenizer(showing, add_special_tokens=False)["input_ids"])
-            after.append(log_probs_after(torch.cat([prompt, responses[row]]))[len(prompt) - 1 : -1])
-        want = ((after[0] - after[1]) * (1 if row == 0 else -1)).clamp(0, 5)
-        assert want.max() > want.min()
-        got = weights[place, : LENGTHS[row]]
-        assert (got[want > want.quantile(0.85)] > 1).all()
-        assert got.argmax() in (want == want.max()).nonzero()
-    (updated,) = one.actor_rollout_wg.updated
-    plain, other = trainer_of(workers=Reader(status=Status.SCORED)), batch_of()
-    step(plain, with_truths(plain, other)[0], bypass)
-    assert {*updated.keys()} == {*plain.actor_rollout_wg.updated[0].keys()}
-
-
-@pytest.mark.parametrize("importance", ["contrast", "fisher"])
-def test_a_response_scored_for_the_other_sign_keeps_its_advantage_and_is_counted(importance):
-    """A trainer of one's own may change rewards after the pass: here all three advantages turn."""
-    one = trainer_of(importance=importance, workers=Reader() if importance == "contrast" else None)
-    batch = before_update(one, with_truths(one, batch_of())[0])
-    batch.batch["advantages"] = turned_BL = -batch.batch["advantages"]
-    metrics = one._update_actor(batch).meta_info["metrics"]
-    kept = importance == "contrast"
-    assert one.actor_rollout_wg.updated[0]["advantages"].equal(turned_BL) == kept
-    assert metrics["oar/fallback/not_scored"] == [float(kept)]
-    alone = trainer_of(importance=importance, workers=Reader() if kept else None)
-    batch = before_update(alone, with_truths(alone, batch_of())[0], bypass=True)
-    batch.batch["advantages"] = -batch.batch["advantages"]
-    assert alone._update_actor(batch).meta_info["metrics"]["oar/fallback/not_scored"] == [0.0]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])

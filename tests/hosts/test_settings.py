@@ -84,17 +84,8 @@ def assert_refused(changes, parts):
         ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "critic", "allowed: grpo, rloo"]),
         ({"algorithm__oar": 3}, ["algorithm.oar=3"]),
         (
-            {"algorithm__oar": {"importance": "contrast"}, "algorithm__use_kl_in_reward": True},
+            {"algorithm__oar": {"importance": "value"}, "algorithm__use_kl_in_reward": True},
             ["algorithm.use_kl_in_reward=True", "sign", "allowed: False"],
-        ),
-        (
-            {"algorithm__oar": {"importance": "contrast"}, "async_training": {"staleness_threshold": 0.1}},
-            ["importance=contrast with fully_async_policy", "allowed: fisher"],
-        ),
-        ({"algorithm__oar": {"context": {"truth": "answer"}}}, ["context.truth=answer", "reward_model.ground_truth"]),
-        (
-            {"algorithm__oar": {"importance": "contrast_own"}, MEGATRON + REPLAY: "R2", ACTOR + "strategy": "megatron"},
-            ["router_replay.mode=R2", "allowed: disabled"],
         ),
         (
             {"actor_rollout_ref__model": {"use_fused_kernels": True, "fused_kernel_options": None}},

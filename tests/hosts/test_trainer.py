@@ -18,7 +18,6 @@ import verl  # noqa: F401
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.v1 import get_trainer_cls
-from verl.utils import tensordict_utils as tu
 
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.config import OarConfig
@@ -29,11 +28,10 @@ from oar_plugin.hosts.verl import offload, trainer_credit
 from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.page.record import parse_response
-from oar_plugin.passes.contexts import ContextPrompts
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, STATUS, WEIGHTS, Request
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
 from oar_plugin.token_credit import TokenCredit
 from tests.asked import GIVEN
-from tests.hosts.answer import answer_of, log_probs_after
+from tests.hosts.answer import answer_of
 from tests.hosts.engine.world import nested
 
 PROMPT = 3  # tokens
@@ -85,8 +83,7 @@ class World:
         self.trainer.logger = SimpleNamespace(logger={})
         self.trainer.use_critic = False
         self.trainer.tokenizer = TOKENIZER
-        self.trainer._credit = TokenCredit(self.trainer.oar, self.trainer.tokenizer, offloads=True, contexts=True)
-        self.trainer._context_prompts = ContextPrompts(self.trainer.oar, self.trainer.tokenizer, 100)
+        self.trainer._credit = TokenCredit(self.trainer.oar, self.trainer.tokenizer, offloads=True)
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
     def kv_batch_get(self, keys, partition_id, select_fields):
@@ -162,51 +159,6 @@ def test_rows_of_groups_without_a_signal_are_not_needed_unless_kl_is_in_the_rewa
     one.trainer.config.algorithm.use_kl_in_reward = kl_in_reward
     one.trainer._mark_needed_rows(one.batch, {})
     assert one.needed() == marked
-
-
-@pytest.mark.parametrize("bypass", [False, True])
-def test_a_contrast_is_made_of_the_hosts_own_passes_and_no_answer_gets_into_the_queue(world, monkeypatch, bypass):
-    one = world(importance="contrast", answer_patterns=["hash"])
-    one.report_from_actor([Status.SCORED] * 3 + [Status.NOT_NEEDED] * 3, importance=0.0)
-    one.trainer.config.algorithm.rollout_correction = {"bypass_mode": bypass}
-    prompt, responses, passes = torch.arange(PROMPT), one.fields["responses"].unbind(), []
-    own = [log_probs_after(torch.cat([prompt, response]))[PROMPT - 1 : -1] for response in responses]
-    one.fields["old_log_probs"] = nested([torch.full_like(row, 9.0) if bypass else row for row in own])
-    monkeypatch.setattr(BASE.PPOTrainer, "_compute_old_log_prob", lambda self, batch, metrics: batch)
-
-    def compute_log_prob(data):
-        if isinstance(data, TensorDict):  # not the queue's rows, which the request is for
-            passes.append(data)
-            return {"log_probs": nested([log_probs_after(ids) for ids in data["input_ids"].unbind()])}
-
-    one.trainer.actor_rollout_wg.compute_log_prob = compute_log_prob
-    before = {*one.fields}
-    one.log_probs()
-    assert len(passes) == 1 + bypass, "the answer shown; in bypass mode also the own prompt"
-    for data in passes:
-        assert [tu.get(data, name) for name in ("calculate_entropy", "compute_loss", "temperature")] == [
-            False,
-            False,
-            0.6,
-        ]
-    prompts = [TOKENIZER.decode(row) for row in passes[-1]["prompts"].unbind()]
-    showing = f"The right answer is 7. {TOKENIZER.decode(prompt)}"
-    nothing = TOKENIZER.decode([0])
-    assert prompts == [nothing, showing, showing, nothing, nothing, nothing], "row 0 has no right answer"
-    names = ["NO_CONTEXT", "SCORED", "SCORED", *["NOT_NEEDED"] * 3]
-    assert [Status(int(status)).name for status in one.fields[STATUS].unbind()] == names
-    shown = torch.tensor(TOKENIZER(showing, add_special_tokens=False)["input_ids"])
-    for row, (importance, weights) in enumerate(
-        zip(*(one.fields[x].unbind() for x in (IMPORTANCE, WEIGHTS)), strict=True)
-    ):
-        if names[row] == "SCORED":
-            after = log_probs_after(torch.cat([shown, responses[row]]))[len(shown) - 1 : -1]
-            want = (-(after - own[row])).clamp(0, 5)
-            assert importance.tolist() == [*want[:-1].tolist(), 0.0], "the last token is the answer"
-            assert not weights.eq(1).all()
-        else:
-            assert weights.eq(1).all()
-    assert {*one.fields} - before == {NEEDED, IMPORTANCE, STATUS, WEIGHTS} - before
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])

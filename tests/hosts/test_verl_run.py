@@ -208,36 +208,6 @@ def test_asynchronous_in_bypass_mode_with_lora_as_published(assets, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("recipe", [RECIPE, "qwen2_5_32b_megatron"])
-@pytest.mark.parametrize("trainer", ["v1", "ray"])
-def test_contrast_of_the_first_step_is_that_of_two_plain_forwards(recipe, trainer, assets, tmp_path):
-    """The other prompt is made by the driver, sent to the actor and read there, in a pass that the update never sees."""
-    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
-    dump = f"algorithm.oar.dump.dir={tmp_path}/dump"
-    steps = smoke(recipe, tmp_path, "algorithm.oar.importance=contrast", dump, f"trainer.use_v1={trainer == 'v1'}")
-    check(steps, [1, 2])
-    assert all(step["oar/fallback/no_context"] == step["oar/fallback/context_too_long"] == 0 for step in steps)
-    model, tokenizer = (
-        world.load_model(tmp_path / "model", torch.float32),
-        AutoTokenizer.from_pretrained(tmp_path / "model"),
-    )
-
-    @torch.no_grad()
-    def log_probs(prompt, row):
-        prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
-        logits = model(input_ids=torch.tensor([[*prompt_ids, *row.token_ids]])).logits[0, len(prompt_ids) - 1 : -1]
-        return logits.log_softmax(-1).gather(-1, torch.tensor(row.token_ids)[:, None])[:, 0]
-
-    rows = dumped(tmp_path)
-    assert {row.right for row in rows} == {True, False}
-    for row in rows:
-        change = log_probs(f" The right answer is {row.truth}.{row.prompt}", row) - log_probs(row.prompt, row)
-        want = (change if row.advantage > 0 else -change).clamp(0, 5)
-        want[torch.tensor(row.segments) != Segment.REASONING] = 0
-        assert (torch.tensor(row.importance["contrast"]) - want).abs().max() < 1e-3
-
-
-@pytest.mark.nightly
 def test_what_a_tool_says_has_no_credit(assets, tmp_path):
     """Two turns with a tool's text between them: credit goes to the model's own tokens before the answer of the last turn."""
     shutil.copytree(assets, tmp_path, dirs_exist_ok=True)

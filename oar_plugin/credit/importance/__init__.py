@@ -10,7 +10,6 @@ from typing import Any
 from oar_plugin.credit import imported
 from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows
 from oar_plugin.credit.importance.check import check
-from oar_plugin.credit.importance.contrast import Contrast, OwnContrast
 from oar_plugin.credit.importance.decision import Decision
 from oar_plugin.credit.importance.entropy import Entropy
 from oar_plugin.credit.importance.fisher import Fisher
@@ -35,8 +34,6 @@ IMPORTANCES: dict[str, Importance] = {
         Grail,
         SpanMasking,
         Value,
-        Contrast,
-        OwnContrast,
         Entropy,
         Random,
     )
@@ -56,10 +53,8 @@ def _built(name: str, kind: Any) -> Importance:
     # The key holds the class, not only its name: a notebook can define a class anew.
     try:
         check(kind)
-        for feature in ("contexts", "learns"):
-            if getattr(kind, feature):
-                allowed = ", ".join(name for name, one in IMPORTANCES.items() if getattr(one, feature))
-                raise ValueError(f"{feature} of your own are not supported; allowed: {allowed}")
+        if kind.learns:
+            raise ValueError(f"learns=True is not supported in a class of your own; allowed: {Value.name}")
     except ValueError as fault:
         raise ValueError(f"{name} cannot be used: {fault}") from fault
     return kind()
@@ -68,11 +63,6 @@ def _built(name: str, kind: Any) -> Importance:
 def without_copies() -> str:
     """Names of the importances that need no masked copies, for messages."""
     return ", ".join(name for name, importance in IMPORTANCES.items() if importance.copies is None)
-
-
-def without_contexts() -> str:
-    """Names of the importances that read no contexts, for messages."""
-    return ", ".join(name for name, importance in IMPORTANCES.items() if not importance.contexts)
 
 
 def of_engines() -> str:

@@ -19,8 +19,6 @@ from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 Start = Literal["probe", "answer", "reasoning", "later"]
 Reading = Literal["entropy", "log_prob"]
-# The answer in another prompt: the right one, or the response's own one, which is wrong.
-Shown = Literal["truth", "own"]
 
 
 @dataclass(frozen=True)
@@ -120,9 +118,6 @@ class Importance:
     copies: ClassVar[Copies | None] = None
     # what `combine` or `coefficients` needs of the distributions that reasoning tokens were drawn from
     reads: ClassVar[frozenset[Reading]] = frozenset()
-    # Other prompts, by what they show. The host's log-prob pass runs again with the response after each. Only `contrast` and
-    # `contrast_own` have contexts; a class of your own is refused with them.
-    contexts: ClassVar[tuple[Shown, ...]] = ()
     # Whether scores come from a regression on hidden states that earlier steps have fitted (`oar_plugin.passes.prediction`).
     learns: ClassVar[bool] = False
     # The scale of the scores depends on the model (Fisher norm: 1 / embedding^2): gates that use it get scores divided by the

@@ -137,7 +137,7 @@ def _check_combine(importance: Importance) -> None:
         return _result("combine", partial(importance.combine, parts), keep_BL.shape, False, reasoning_BL[cut])
 
     whole_BL = combine(ALL, ALL)
-    some = importance.contexts or whole_BL[reasoning_BL].any()
+    some = whole_BL[reasoning_BL].any()
     _require(some, "combine returned 0 for every token, as in plain GRPO")
     for cut in ((slice(0, 1), ALL), (slice(1, 2), slice(2))):
         other_rows = "combine gives a response other numbers in a batch than alone; use its own tokens only"

@@ -6,7 +6,7 @@ projection, which gives no logits to start from) and makes an advantage per toke
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,12 @@ import torch
 from accelerate.utils import gather_object
 from accelerate.utils.modeling import is_peft_model
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status, summarize
-from oar_plugin.passes.contexts import ContextPrompts, Contexts, PromptSource, longest_of
-from oar_plugin.passes.plain import in_eval_mode
 from oar_plugin.passes.request import Request
+from oar_plugin.passes.segments import longest_of
 from oar_plugin.passes.taps import check_model, logit_changes
 from oar_plugin.token_credit import PaddedBatch, ReshapedBatch, TokenCredit
 
@@ -31,7 +29,7 @@ UNCAPPED = ("logits_soft_cap", "output_logit_soft_cap")
 PAY_TOKENS = ("cispo", "vespo")
 """Losses whose gradient goes through each token's own log-prob, also with a ratio per response."""
 TRUTH = ("ground_truth", "solution", "answer")
-"""Columns of the data that may hold the right answer; the first one that exists counts, unless `context.truth` names one."""
+"""Columns of the data that may hold the right answer, for dumps; the first one that exists counts."""
 
 
 class OarGRPOTrainer(GRPOTrainer):
@@ -56,15 +54,12 @@ class OarGRPOTrainer(GRPOTrainer):
         if not isinstance(oar, Mapping | OarConfig | None):
             raise OarConfigError(f'{PREFIX}={oar!r}: must be a mapping of settings, such as {{"importance": "fisher"}}')
         self.oar = oar if isinstance(oar, OarConfig) else OarConfig.parse(oar, PREFIX)
-        self._truths = TRUTH if self.oar.context.truth is None else (self.oar.context.truth,)
         super().__init__(*arguments, **named)
         if faults := self._faults():
             raise OarConfigError("\n".join(faults))
         check_model(self.model)
         home, ends = self.args.output_dir if self.accelerator.is_main_process else None, self.model.generation_config
-        self._credit = TokenCredit(self.oar, self._tokenizer, PREFIX, generation_config=ends, home=home, contexts=True)
-        template = {**self.chat_template_kwargs, "chat_template": self.chat_template, "tools": self.tools or None}
-        self._context_prompts = ContextPrompts(self.oar, self._tokenizer, longest_of(self.model.config), template)
+        self._credit = TokenCredit(self.oar, self._tokenizer, PREFIX, generation_config=ends, home=home)
 
     def _faults(self) -> list[str]:
         """What cannot work of OAR's and TRL's settings: key, value and what is allowed."""
@@ -74,7 +69,6 @@ class OarGRPOTrainer(GRPOTrainer):
         offload = getattr(getattr(self.accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
         every, accumulated = args.steps_per_generation * args.num_iterations, args.gradient_accumulation_steps
         level, loss = args.importance_sampling_level, args.loss_type
-        columns = getattr(self.train_dataset, "column_names", None)  # None: a stream's are not known
         refused = [
             (f"{PREFIX}.perturbation.backend=rollout", oar.offloads, "TRL's engines score no copies; allowed: actor"),
             (f"{PREFIX}.base_estimator={oar.base_estimator}", oar.base_estimator != "grpo",
@@ -86,8 +80,6 @@ class OarGRPOTrainer(GRPOTrainer):
             *((f"{name}={value} in the model's config", name in UNCAPPED,
                "TRL's loss does not cap the logits: scores would be those of another model; allowed: models without this cap")
               for name, value in logit_changes(self.model.config).items()),
-            (f"{PREFIX}.context.truth={oar.context.truth}", columns is not None and not {*columns} & {*self._truths}
-             and (oar.contexts or oar.context.truth), f"no such column; allowed: {', '.join(columns or ())}"),
             (f"model={type(self.model).__name__}", self._is_vlm, "models with images are refused; allowed: text models"),
             (f"importance_sampling_level=sequence with loss_type={loss}", level == "sequence" and loss not in PAY_TOKENS,
              "its gradient is the same for all tokens of a response, so their weights cancel; allowed: token, or "
@@ -135,11 +127,7 @@ class OarGRPOTrainer(GRPOTrainer):
         needed_B = (output["advantages"] != 0) & batch.response_BL.any(-1) & ~bad_B
         segments_BL, status_B = credit.segments(batch, needed_B, request)
         status_B[bad_B] = int(Status.BAD_REWARD)
-        if self.oar.contexts:
-            contexts = self._contexts(inputs, output, batch)
-            importance_BL = credit.contrast(batch, contexts, segments_BL, status_B, self._log_probs_after)
-        else:
-            importance_BL = self._importance(batch, segments_BL, request, output["advantages"].sign())
+        importance_BL = self._importance(batch, segments_BL, request, output["advantages"].sign())
         advantage_BL = output["advantages"][:, None].expand(segments_BL.shape)
         reshaped = credit.reshape(step, advantage_BL, importance_BL, segments_BL, status_B)
         metrics = self._credit_metrics(reshaped) | {"oar/seconds": time.perf_counter() - started}
@@ -155,36 +143,8 @@ class OarGRPOTrainer(GRPOTrainer):
             self._metrics["train"][name].append(value)
         return output | {"advantages": reshaped.advantage_BL}
 
-    def _contexts(self, inputs: list[dict[str, Any]], output: dict[str, Any], batch: PaddedBatch) -> Contexts:
-        """Prompts that show answers to this process's responses, and the signs of their advantages."""
-        columns = inputs, output["prompt_ids"], output["prompt_mask"].bool(), batch.responses
-        signs = map(int, output["advantages"].sign())
-        sources = [
-            PromptSource(row["prompt"], ids[keep].cpu(), response_L, own_L, self._truth(row), sign) if sign else None
-            for row, ids, keep, (_, response_L, own_L), sign in zip(*columns, signs, strict=True)
-        ]
-        return self._context_prompts.contexts(sources)
-
-    @torch.no_grad()
-    def _log_probs_after(self, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """`LogProbs` of TRL's own pass."""
-        prompts, responses = zip(*rows, strict=True)
-        prompt_BP, keep_BP = self._padded(prompts, "left")
-        response_BL, keep_BL = self._padded(responses, "right")
-        with in_eval_mode(self.model):
-            batch = torch.cat([prompt_BP, response_BL], 1), torch.cat([keep_BP, keep_BL], 1), response_BL.shape[1]
-            size = self.args.per_device_train_batch_size
-            log_prob_BL, *_ = self._get_per_token_logps_and_entropies(self.model, *batch, batch_size=size)
-        return [row[: len(response)] for row, (_, response) in zip(log_prob_BL.cpu(), rows, strict=True)]
-
-    def _padded(self, rows: Sequence[Tensor], side: str) -> tuple[Tensor, Tensor]:
-        """Rows as one batch, and its mask, int64 `[B, L]`."""
-        columns = rows, [torch.ones_like(row) for row in rows]
-        ids_BL, keep_BL = (pad_sequence(list(column), True, padding_side=side) for column in columns)
-        return ids_BL.to(self.accelerator.device), keep_BL.to(self.accelerator.device)
-
     def _truth(self, row: dict[str, Any]) -> Any:
-        return next((row[name] for name in self._truths if row.get(name) is not None), None)
+        return next((row[name] for name in TRUTH if row.get(name) is not None), None)
 
     def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request, sign_B: Tensor) -> Tensor:
         """float32 `[B, L]`, of this process's responses."""

@@ -30,10 +30,9 @@ from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
 from oar_plugin.hosts.verl.settings import length_limits, resolve
 from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
-from oar_plugin.passes.contexts import longest_of
 from oar_plugin.passes.prediction import ENOUGH
 from oar_plugin.passes.request import replacement_token
-from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, segment_response
+from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, longest_of, segment_response
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger("oar_plugin")

@@ -28,12 +28,11 @@ from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import largest_divisor, scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
-from oar_plugin.passes.contexts import longest_of
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
 from oar_plugin.passes.predicted_batch import PredictedBatch
 from oar_plugin.passes.prediction import Amortized, Learned, predictor_of
 from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, SECONDS, STATUS, Request, nested
-from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
+from oar_plugin.passes.segments import end_of_sequence_tokens, longest_of, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)

@@ -26,6 +26,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
 from oar_plugin.hosts.verl.importance_pass import (
+    ROW,
     ImportancePass,
     mark,
     packed_of,

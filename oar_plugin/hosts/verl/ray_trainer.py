@@ -107,10 +107,6 @@ class OarRayTrainer(TrainerCredit):
             batch.batch.pop(name, None)
         with self._asking(batch, self._advantage_signs(batch)) as asking:
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
-        if self.oar.contexts:
-            begun = time.perf_counter()
-            self._contrast(batch, asking.answer, result.batch["old_log_probs"])
-            asking.answer[SECONDS] += (time.perf_counter() - begun) * self._ranks() / len(batch)
         result.batch.update(asking.answer | {ENTROPY: result.batch["entropys"]})
         return result, *others
 
@@ -127,7 +123,7 @@ class OarRayTrainer(TrainerCredit):
         assert self.oar is not None
         self._start(self.oar)
         workers = self.actor_rollout_wg
-        fields = FIELDS if self._credit.dumps.folder is not None or self.oar.contexts else (*USED, SEGMENTS)
+        fields = FIELDS if self._credit.dumps.folder is not None else (*USED, SEGMENTS)
         asking = _Asking(workers, sign_B, self._request(importance_only), self.global_steps, fields)
         self.actor_rollout_wg = asking
         try:
@@ -142,18 +138,7 @@ class OarRayTrainer(TrainerCredit):
             temperature = self.config.actor_rollout_ref.rollout.temperature
             tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
             asking.compute_log_prob(data)
-        if self._credit.config.contexts:
-            self._contrast(batch, asking.answer, None)
         batch.batch.update(asking.answer)
-
-    def _contrast(self, batch: DataProto, answer: dict[str, Tensor], own_BL: Tensor | None) -> None:
-        """Puts the importance of contexts, with its weights, in place of the actor's. `own_BL`: the actor's log-probs."""
-        held = padded_batch(self.global_steps, batch, answer[STATUS][:, 0], answer)
-        segments = held.columns(range(len(batch)), [SEGMENTS])[SEGMENTS]
-        own = None if own_BL is None else [row[: len(of)] for row, of in zip(own_BL, segments, strict=True)]
-        for name, field in self._contrasted(answer[NEEDED][:, 0], segments, held, own).items():
-            if name in answer:
-                answer[name] = padded_field(name, field, *answer[WEIGHTS].shape)
 
     # ---- the host's advantage, times the weights
 
@@ -169,9 +154,6 @@ class OarRayTrainer(TrainerCredit):
         least_B1, most_B1 = advantage_BL.aminmax(dim=-1, keepdim=True)
         largest_B1 = torch.maximum(most_B1, -least_B1).nan_to_num(0.0, 0.0, 0.0)
         late_B1 = (fields[STATUS] == Status.NOT_NEEDED) & (largest_B1 > LATE * largest_B1.max())
-        if self.oar.contexts:  # with the other sign, other tokens would have scored
-            turned_B1 = (fields[STATUS] == Status.SCORED) & (fields[NEEDED] * signs(advantage_BL)[:, None] < 0)
-            fields[WEIGHTS], late_B1 = fields[WEIGHTS].masked_fill(turned_B1, 1.0), late_B1 | turned_B1
         fields[STATUS] = rewarded(fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED), advantage_BL[:, None])
         fields[WEIGHTS] = fields[WEIGHTS].masked_fill(fields[STATUS] == Status.BAD_REWARD, 1.0)
         status_B = fields[STATUS][:, 0]

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.importance import of_engines, without_contexts, without_copies
+from oar_plugin.credit.importance import of_engines, without_copies
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm.versions import installed
 
@@ -136,16 +136,11 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
             f"algorithm.oar.perturbation.backend=rollout with RayPPOTrainer{of_trainer}: its agent loops score no copies; "
             f"allowed: actor{', or one of the trainers of trainer.v1' if has_v1 else ''}"
         )
-    if oar.contexts and OmegaConf.select(config, "async_training") is not None:
-        yield (
-            f"algorithm.oar.importance={oar.importance} with fully_async_policy (async_training): its trainer gets no right "
-            f"answers; allowed: {without_contexts()}"
-        )
     engines = oar.offloads and not ray_trainer
     if engines and installed() is None:
         yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_OR_LOCAL}"
-    needed = {"always": True, "v1": not ray_trainer, "megatron": megatron, "contexts": oar.contexts, "engines": engines}
-    needed["signs"] = oar.contexts or oar.importance_object.learns
+    needed = {"always": True, "v1": not ray_trainer, "megatron": megatron, "engines": engines}
+    needed["learns"] = oar.importance_object.learns
     needed["fused"] = not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels")
     for refused in (one for when, table in REFUSED.items() if needed[when] for one in table):
         value = OmegaConf.select(config, refused.key)

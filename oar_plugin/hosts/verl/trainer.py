@@ -31,7 +31,7 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, credit_metrics, no_importance, signs
 from oar_plugin.hosts.verl.viewer import QueuedBatch, show
-from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, STATUS, USED, WEIGHTS, nested
+from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS, nested
 
 logger = logging.getLogger("oar_plugin")
 
@@ -97,11 +97,6 @@ class OarTrainerMixin(TrainerCredit):
             with self._requesting(batch, importance_only=False):
                 result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
             result.extra_info.pop(REQUEST, None)
-            if self.oar.contexts:
-                with marked_timer("oar", self.timing_raw):
-                    # In `separate_async` they may be those of older weights than this pass has.
-                    older = getattr(self, "local_trigger_step", 0)
-                    self._contrast(batch, None if older else _read(batch, "old_log_probs")["old_log_probs"].unbind())
             return result
 
         # The old log-probs come from the rollout: no pass computes them. So importance needs a pass of its own.
@@ -110,16 +105,7 @@ class OarTrainerMixin(TrainerCredit):
             temperature = self.config.actor_rollout_ref.rollout.temperature
             batch.extra_info.update(calculate_entropy=False, compute_loss=False, temperature=temperature)
             self.actor_rollout_wg.compute_log_prob(batch)
-            if self.oar.contexts:
-                self._contrast(batch, None)
         return batch
-
-    def _contrast(self, batch: Any, own: Sequence[Tensor] | None) -> None:
-        """Writes the importance of contexts, with its weights, in place of the actor's. `own`: the actor's log-probs."""
-        answer = _read(batch, NEEDED, SEGMENTS, STATUS)
-        queued = self._queued(batch, answer[NEEDED].values() != 0, answer[STATUS].values())
-        for name, field in self._contrasted(answer[NEEDED].values(), answer[SEGMENTS].unbind(), queued, own).items():
-            _write(batch, name, field)
 
     def _queued(self, batch: Any, by_actor_B: Tensor, status_B: Tensor) -> QueuedBatch:
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)

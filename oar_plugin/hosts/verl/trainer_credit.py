@@ -2,36 +2,23 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
-from verl.utils import tensordict_utils as tu
-from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
-from oar_plugin.config import PREFIX, OarConfig, OarConfigError
+from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
-from oar_plugin.credit.importance import importance_of, without_contexts
-from oar_plugin.credit.importance.contrast import Contrast
-from oar_plugin.estimator import weigh_rows
-from oar_plugin.hosts.verl.balancing import balanced_partitions, largest_divisor
+from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.hosts.verl.settings import STRATEGIES, length_limits
 from oar_plugin.hosts.verl.viewer import QueuedBatch
-from oar_plugin.passes.contexts import ContextPrompts, PromptSource, longest_of
-from oar_plugin.passes.request import SEGMENTS, nested
+from oar_plugin.passes.request import SEGMENTS
 from oar_plugin.token_credit import TokenCredit
-
-SOURCES = ("prompts", "responses", "response_mask", "raw_prompt", "reward_model")
-"""Fields of verl's rows that the prompts of contexts are made of."""
-_ULYSSES = "ulysses_sequence_parallel_size"
-SEQUENCE_RANKS = (_ULYSSES, f"fsdp_config.{_ULYSSES}", "megatron.context_parallel_size")
-"""Keys of the actor: ranks that share a sequence."""
 
 
 class TrainerCredit:
@@ -44,11 +31,7 @@ class TrainerCredit:
     def _make_credit(self, oar: OarConfig) -> None:
         # Ray runs the trainer on any node, in a folder of its own.
         home = self.config.trainer.default_local_dir
-        self._credit = TokenCredit(oar, self.tokenizer, home=home, offloads=True, contexts=True)
-        # verl's agent loops give it to their own tokenizers.
-        template = {"chat_template": OmegaConf.select(self.config, "actor_rollout_ref.model.custom_chat_template")}
-        template |= OmegaConf.select(self.config, "data.apply_chat_template_kwargs") or {}
-        self._context_prompts = ContextPrompts(oar, self.tokenizer, self._longest if oar.contexts else 0, template)
+        self._credit = TokenCredit(oar, self.tokenizer, home=home, offloads=True)
 
     def _check_nodes(self, oar: OarConfig, servers: Sequence[Any] = ()) -> None:
         strategy = self.config.actor_rollout_ref.actor.strategy
@@ -77,67 +60,6 @@ class TrainerCredit:
         partitions = [[rows[place] for place in partition] for partition in dealt]
         metrics.update(log_seqlen_unbalance(list(lengths), partitions, prefix))
         return [row for partition in partitions for row in partition]
-
-    @cached_property
-    def _longest(self) -> int:
-        """Most tokens of a sequence: the model's positions, and those of a micro-batch if these are limited in tokens."""
-        rollout, actor = self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.actor
-        model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model).hf_config
-        if hasattr(model, "vision_config"):
-            raise OarConfigError(
-                f"{PREFIX}.importance={self._credit.config.importance} with a vision-language model: prompts that show "
-                f"an answer carry no images; allowed: {without_contexts()}"
-            )
-        longest = longest_of(model)
-        if rollout.log_prob_use_dynamic_bsz:
-            ranks = (OmegaConf.select(actor, key) or 1 for key in SEQUENCE_RANKS)
-            longest = min(longest, max(ranks) * rollout.log_prob_max_token_len_per_gpu)
-        return longest
-
-    def _contrasted(
-        self, sign_B: Tensor, of_actor: Sequence[Tensor], batch: QueuedBatch, own: Sequence[Tensor] | None
-    ) -> dict[str, Tensor]:
-        """Returns the nested fields of an actor's answer, with the importance of contexts and its weights.
-
-        `sign_B` has the marks of `NEEDED`; `of_actor` are the actor's `SEGMENTS`. For `own` see `Contexts.importance`.
-        """
-        rows, sources = sign_B.nonzero()[:, 0].tolist(), list[PromptSource | None]([None] * len(sign_B))
-        found = batch.columns(rows, SOURCES) if rows else {}
-        columns = (found.get(name, [None] * len(rows)) for name in SOURCES)
-        for row, prompt_L, response_L, own_L, messages, data in zip(rows, *columns, strict=True):
-            truth = data.get("ground_truth") if isinstance(data, Mapping) else None
-            sources[row] = PromptSource(messages, prompt_L, response_L, own_L.bool(), truth, int(sign_B[row]))
-        segments = [row.clone() for row in of_actor]
-        # The actor's importance is 0 at every token. So it calls responses that can be scored CONSTANT.
-        status_B = batch.status_B.masked_fill(batch.status_B == Status.CONSTANT, int(Status.SCORED))
-        config, contexts = self._credit.config, self._context_prompts.contexts(sources)
-        kind = importance_of(config.actor_importance or config.importance)
-        assert isinstance(kind, Contrast)
-        importance = contexts.importance(kind, segments, status_B, self._log_probs_after, own)
-        weighed = weigh_rows(importance, segments, status_B, config, kind)
-        return {name: nested(found) for name, found in weighed.items()}
-
-    def _log_probs_after(self, rows: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """`LogProbs` of verl's own pass."""
-        input_ids, responses = [torch.cat(row) for row in rows], [response for _, response in rows]
-        masks = [torch.ones_like(response) for response in responses]
-        columns = {
-            "prompts": [prompt for prompt, _ in rows],
-            "responses": responses,
-            "response_mask": masks,
-            "loss_mask": masks,  # Megatron's schedule reads it
-            "input_ids": input_ids,
-            "position_ids": [torch.arange(len(ids)) for ids in input_ids],
-        }
-        data = tu.get_tensordict({name: nested(column) for name, column in columns.items()})
-        rollout = self.config.actor_rollout_ref.rollout
-        tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=rollout.temperature)
-        if not rollout.log_prob_use_dynamic_bsz:  # verl makes whole micro-batches; its own pass may be filled up
-            each, most = len(rows) // self._ranks(), rollout.log_prob_micro_batch_size_per_gpu
-            tu.assign_non_tensor(data, micro_batch_size_per_gpu=largest_divisor(each, most))
-        log_probs = self.actor_rollout_wg.compute_log_prob(data)["log_probs"].cpu()
-        # The log-prob of a token is where the token before it is.
-        return [row[-len(response) - 1 : -1] for row, response in zip(log_probs.unbind(), responses, strict=True)]
 
     def _request(self, importance_only: bool) -> dict[str, Any]:
         (response, total), temperature = length_limits(self.config), self.config.actor_rollout_ref.rollout.temperature

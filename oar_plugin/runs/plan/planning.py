@@ -56,7 +56,7 @@ class Plan:
             importance, replay = self.settings.importance_object, OmegaConf.select(self.engine, "router_replay.mode")
             # For router replay verl records routes in a forward without a backward.
             recording = replay == "R2" and any(one.backward is not None for one in importance.forwards(1)[:1])
-            self.extra_forwards = self.settings.extra_forwards + len(importance.contexts) + recording
+            self.extra_forwards = self.settings.extra_forwards + recording
         self.sequences: int = data.train_batch_size * self.rollout.n
         self.updates: int = max(1, data.train_batch_size // self.actor.ppo_mini_batch_size) * self.actor.ppo_epochs
         self.max_length: int = data.max_prompt_length + data.max_response_length
@@ -298,7 +298,6 @@ def step_flops(p: Plan) -> Parts:
     added += oar.num_draws * 2 * p.flops_of("head", sum(rows.get(one.rows, answer) for one in importance.backwards))
     if importance.reads and not any(backward.of_reasoning for backward in importance.backwards):
         added += p.flops_of("head", reasoning)
-    added += len(importance.contexts) * p.flops_of("head", p.length)
     flops |= {IMPORTANCE: p.sequences * p.scored_share * added} if added else {}
     if oar.copies is not None:  # masked copies, and one forward of the unmasked response
         units = max(1.0, reasoning / oar.perturbation.span)

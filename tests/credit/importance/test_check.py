@@ -18,7 +18,7 @@ from oar_plugin.credit.importance import (
     without_copies,
 )
 from oar_plugin.credit.importance.check import check
-from oar_plugin.credit.importance.contrast import Contrast
+from oar_plugin.credit.importance.value import Value
 from tests import own_importance
 from tests.own_importance import Saliency
 
@@ -149,6 +149,10 @@ NO_COEFFICIENTS = "*it has backwards and no method coefficients (the factor of e
 NO_SCORE = "*it has backwards and no method score (one number per token from its gradient)*"
 
 
+class Learns(Value):
+    """It can be used, but what learns is the package's alone."""
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -250,10 +254,6 @@ def test_a_backward_starts_from_rows_that_there_are():
         Backward("awnser")
 
 
-class OwnContexts(Contrast):
-    """It can be used, but contexts are the package's alone."""
-
-
 def test_names_for_messages():
     assert without_copies().split(", ") == [name for name, kind in IMPORTANCES.items() if kind.copies is None]
     assert [IMPORTANCES[name].copies.by_gradient for name in of_engines().split(", ")] == [False, False]
@@ -273,7 +273,7 @@ def message_of(key, value):
     ("key", "name", "part"),
     [
         ("importance", "Empty", "cannot be used: combine failed"),
-        ("importance", "OwnContexts", "contexts of your own are not supported; allowed: contrast, contrast_own"),
+        ("importance", "Learns", "learns=True is not supported in a class of your own; allowed: value"),
         ("importance", "Absent", "cannot be imported"),
         ("gate", "HERE", "must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"),
         ("gate", "Saliency", "a call with (importance_BL, reasoning_BL) failed"),

@@ -21,8 +21,6 @@ PLANS = {
     "grail": ([(0, 0)], [(0, 1)], set()),
     "span_masking": ([], [], set()),
     "value": ([], [], {"arbitrary_scale"}),
-    "contrast": ([], [], set()),
-    "contrast_own": ([], [], set()),
     "entropy": ([(None, 0)], [], {"reasoning_rows"}),
     "random": ([], [], set()),
 }

@@ -307,36 +307,6 @@ def predicted(folder: Path, scores: Callable[[], dict[int, Tensor]] | None, dtyp
     return found
 
 
-# ---- importance from other prompts
-
-
-def context_prompt(row: int, shown: str) -> Tensor:
-    """Tokens of a prompt that shows an answer; -1 if there is none."""
-    if row == 4 or (shown == "own" and SIGNS.get(row) != -1):
-        return torch.tensor([-1])
-    return torch.tensor(make_tokenizer()(f"({row + (shown == 'own')}) {ROWS[row][0]}")["input_ids"])
-
-
-@cache
-@torch.no_grad()
-def contrast(folder: Path, own: bool = False, dtype: torch.dtype = torch.float32) -> dict[int, Tensor]:
-    """Privileged contrast of each response that has contexts, from two forwards of a plain model."""
-    model, scores = load_model(folder, dtype), {}
-
-    def log_probs(prompt: Tensor, response: Tensor) -> Tensor:
-        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
-        return (logits / TEMPERATURE).log_softmax(-1).gather(-1, response[:, None])[:, 0]
-
-    for row, sign in SIGNS.items():
-        prompt, response = encode()[row]
-        against = context_prompt(row, "own") if own else prompt
-        if context_prompt(row, "truth")[0] >= 0 and against[0] >= 0:
-            change = log_probs(context_prompt(row, "truth"), response) - log_probs(against, response)
-            score = (sign * change).clamp(0, 5).float()
-            scores[row] = torch.where(segments_of(ROWS[row][1]) == Segment.REASONING, score, 0.0)
-    return scores
-
-
 # ---- importance from masked copies, a whole forward for each
 
 

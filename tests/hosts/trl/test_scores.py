@@ -1,7 +1,6 @@
 """A training step's scores and weights are the front door's, whatever TRL's settings are."""
 
 import pytest
-import torch
 from peft import LoraConfig
 from transformers import Gemma2Config
 
@@ -11,7 +10,7 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.passes import prediction
 from tests.hosts.engine import world
 from tests.hosts.trl import tiny
-from tests.hosts.trl.watched import Watched, relative, watched
+from tests.hosts.trl.watched import relative, watched
 from tests.passes.batch import random_model
 
 OWN = "python:tests.own_importance:Saliency"
@@ -97,48 +96,3 @@ def test_the_masks_of_a_rollout_function_and_of_cut_off_responses(tmp_path):
             assert (seen.output["advantages"][:, 1] == seen.plain_B).all()
             assert (seen.output["advantages"][2] == seen.plain_B[2]).all()
             assert seen.status_B[2] == (Status.NOT_NEEDED if masked else Status.TRUNCATED)
-
-
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-
-@pytest.mark.parametrize("chats", [False, True])
-@pytest.mark.parametrize("importance", ["contrast", "contrast_own"])
-def test_contrast_equals_the_front_doors_and_the_loss_gets_nothing_else_of_the_answer(
-    tmp_path, monkeypatch, importance, chats
-):
-    """The right answer is a column of the data, which is named or the usual one."""
-    monkeypatch.setattr(tiny.TOKENIZER, "chat_template", CHAT_TEMPLATE)
-    prompts = [[{"role": "user", "content": prompt}] for prompt in tiny.PROMPTS] if chats else tiny.PROMPTS
-
-    def rollout(prompts, trainer):
-        return tiny.scripted([prompt[0]["content"] if chats else prompt for prompt in prompts], trainer)
-
-    runs = []
-    for oar in ({"importance": importance, "context": {"truth": "answer"}}, {"importance": "fisher"}):
-        trainer = tiny.make(Watched, tmp_path, oar=oar, prompts=prompts, rollout=rollout, max_steps=1)
-        trainer.train()
-        runs.append(trainer.seen[0])
-    seen, other = runs
-    assert seen.output.keys() == other.output.keys()
-    for name, value in seen.output.items():
-        same = value.equal(other.output[name]) if isinstance(value, torch.Tensor) else value == other.output[name]
-        assert same == (name != "advantages"), name
-    advantage_BL, own_BL = seen.output["advantages"], seen.output["completion_mask"].bool()
-    assert (advantage_BL * seen.plain_B[:, None])[own_BL].ge(0).all()
-    torch.testing.assert_close((advantage_BL * own_BL).sum(-1), seen.plain_B * own_BL.sum(-1), rtol=1e-4, atol=1e-5)
-    scored = seen.status_B == Status.SCORED
-    assert scored.any()
-    rows = scored.nonzero()[:, 0].tolist()
-    given = {"prompts": [prompts[0]] * len(rows), "truths": ["5"] * len(rows), "advantages": seen.plain_B[rows]}
-    responses = [
-        row[keep].tolist() for row, keep in zip(seen.output["completion_ids"][rows], own_BL[rows], strict=True)
-    ]
-    model = tiny.make_model()
-    want = oar_plugin.importance(
-        model.eval(), responses=responses, tokenizer=tiny.TOKENIZER, importance=importance, **given
-    )
-    for place, row in enumerate(rows):
-        length, begin = len(responses[place]), int(seen.output["prompt_mask"][row].sum())
-        got = seen.importance_BL[row, :length]
-        assert relative(got, want.importance[place, begin : begin + length]) < 1e-4

@@ -28,7 +28,6 @@ def test_all_faults_are_told_at_once_at_construction(tmp_path):
         ({"beta2": 1}, r"oar\.beta2=1: unknown key; did you mean oar\.beta\?"),
         ("fisher", "oar='fisher': must be a mapping"),
         ({"answer_patterns": ["boxed", "x"]}, r"oar\.answer_patterns\[1\]='x': "),
-        ({"context": {"truth": "solved"}}, r"oar\.context\.truth=solved: no such column; allowed: prompt, answer"),
     ],
 )
 def test_settings_that_are_none(tmp_path, oar, said):
