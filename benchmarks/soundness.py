@@ -24,7 +24,7 @@ from oar_plugin.estimator import reshape
 from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 
-LOOKED_AT = {name: one for name, one in SHIPPED.items() if one.copies is None and not one.contexts}
+LOOKED_AT = {name: one for name, one in SHIPPED.items() if one.copies is None and not one.learns}
 IMPORTANCES = [name for name, one in LOOKED_AT.items() if one.backwards or one.reads]
 GATES = ("two_level", "bi_level")
 STARTS = ("chain", "parallel")

@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.tiny.model import SHAPES
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.importance import importance_of, without_contexts, without_copies
+from oar_plugin.credit.importance import importance_of, without_copies
 
 DEFAULT: str = OarConfig.model_fields["importance"].default
 
@@ -32,9 +32,9 @@ def check_importance(name: str, copies: bool = False) -> None:
         importance = importance_of(name)
     except ValueError as error:
         raise ValueError(f"--importance {name}: {error}") from None
-    if importance.contexts:
+    if importance.learns:
         raise ValueError(
-            f"--importance {name}: it shows right answers, which this study lacks; allowed: {without_contexts()}"
+            f"--importance {name}: it learns from steps, which this study lacks; allowed: others"
         )
     if importance.copies is not None and not copies:
         raise ValueError(f"--importance {name}: it runs masked copies, not measured here; allowed: {without_copies()}")

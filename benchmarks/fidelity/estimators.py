@@ -50,7 +50,7 @@ def package_estimators() -> dict[str, Score]:
     """The package's importances, each at its own cost first and then at others, by name."""
     found: dict[str, Score] = {}
     for name, importance in IMPORTANCES.items():
-        if importance.contexts:  # it does not estimate how far a token moves the answer
+        if importance.learns:  # it does not estimate how far a token moves the answer
             continue
         copies = importance.copies
         variants: dict[str, dict[str, Any]] = {"": {}}
@@ -81,8 +81,8 @@ def added_estimators(importances: Sequence[str], behind: Sequence[str] = ()) -> 
             )
         layers.append((name, int(layer)))
     for path in (*importances, *(name for name, _ in layers)):
-        if importance_of(path).contexts:
-            raise ValueError(f"--also {path}: it shows right answers, which this study lacks")
+        if importance_of(path).learns:
+            raise ValueError(f"--also {path}: it learns over the steps of a training, which this study lacks")
     added: dict[str, Score] = {
         path.removeprefix("python:"): partial(by_importance, importance=path) for path in importances
     }

@@ -32,7 +32,7 @@ from oar_plugin.passes.segments import longest_of
 PROMPTS, COPIES = 16, 8
 _CANDIDATES = "python:benchmarks.candidates.learning"
 IMPORTANCES = {
-    **{name: name for name, one in SHIPPED.items() if one.copies is None and not one.contexts},
+    **{name: name for name, one in SHIPPED.items() if one.copies is None and not one.learns},
     "EntropyFactor": f"{_CANDIDATES}:EntropyFactor",
     "onward": f"{_CANDIDATES}:Onward",
 }
@@ -54,7 +54,7 @@ class Settings:
     """A model, each of 16 problems and 8 responses to each."""
     by: Literal["known", "continuation", "people"] = "known"
     """Against what is known of tokens, values of continuations, or people's marks; the options below are for these two."""
-    importances: tuple[str, ...] = tuple(name for name, one in SHIPPED.items() if not one.contexts)
+    importances: tuple[str, ...] = tuple(name for name, one in SHIPPED.items() if not one.learns)
     """Built-in ones that need no other prompt, or `python:<module>:<class>`."""
     spans: int = 64
     """Into at most so many a response is cut; one with fewer reasoning tokens, into tokens."""

@@ -27,8 +27,8 @@ class Status(enum.IntEnum):
     ANSWER_TOO_LONG = 12  # more tokens than `max_answer_tokens`
     OUT_OF_MEMORY = 13  # in the actor's pass over its micro-batches
     SEARCH_FAILED = 14  # a pattern of the user's own took too long or raised, or the tokenizer raised
-    BAD_REWARD = 17  # it has no reward, or its advantage is NaN or infinite, because its reward or a sibling's is
-    LEARNING = 18  # the importance learns from outcomes, and this is its first step
+    BAD_REWARD = 15  # it has no reward, or its advantage is NaN or infinite, because its reward or a sibling's is
+    LEARNING = 16  # the importance learns from outcomes, and this is its first step
 
 
 MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # the columns of `measured`

@@ -30,7 +30,7 @@ from tests.passes.batch import padded, random_model, rows_of
 
 DEVICE, CPU = torch.device("meta"), torch.device("cpu")
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "repeat_interleave", "bincount"}
-WITH_PASS = [name for name, one in IMPORTANCES.items() if not one.contexts and (one.backwards or one.reads)]
+WITH_PASS = [name for name, one in IMPORTANCES.items() if not one.learns and (one.backwards or one.reads)]
 
 
 class There(torch.Tensor):

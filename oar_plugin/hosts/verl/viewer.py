@@ -129,7 +129,8 @@ def _read(credit: TokenCredit, batch: QueuedBatch, rows: list[int]) -> tuple[Pad
     own_BL = padded("response_mask").bool() if "response_mask" in columns else None
     advantage_BL, importance_BL, segments_BL, weight_BL = map(padded, CREDIT)
     weight_BL[batch.status_B[rows] == Status.BAD_REWARD] = 1.0  # it may have been scored before its advantage was known
-    predicted = [len(row) > len(MEASURE_NAMES) and bool(row[len(MEASURE_NAMES)]) for row in padded(MEASURES)]
+    measures = padded(MEASURES) if MEASURES in columns else weight_BL[:, :0]
+    predicted = [len(row) > len(MEASURE_NAMES) and bool(row[len(MEASURE_NAMES)]) for row in measures]
     given = advantage_BL, importance_BL, segments_BL, weight_BL, batch.status_B[rows], torch.tensor(predicted)
     credited = CreditedBatch(batch.step, *given)
     return PaddedBatch(padded("responses"), response_BL, response_BL, own_BL), credited, known
