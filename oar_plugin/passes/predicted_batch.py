@@ -58,7 +58,8 @@ class PredictedBatch:
         features = Features(packed, scores, log_prob_T)
         if isinstance(self.predictor, Amortized) and self._scoring:
             self._kept.append((rows, features))
-            return importance_of_scores(self.scoring, packed, scores)
+            given = torch.zeros(len(packed.token_T))
+            return importance_of_scores(self.scoring, packed, scores) if self._given is None else given
         importance_T = self.predictor.predict(features)
         if isinstance(self.predictor, Learned):
             self.predictor.learn(features, sign_B)

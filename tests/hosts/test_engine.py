@@ -156,6 +156,12 @@ def test_a_budget_keeps_exact_scores_where_it_runs_copies_in_two_processes_as_in
         assert worst(result, {row: one[row] for row in world.SCORED}) < 1e-5
 
 
+def test_what_rollout_engines_have_scored_teaches_the_actor_as_its_own_scores_do(results):
+    (own,) = results("single packed oar_p shared")
+    for row in world.SCORED:
+        assert error(results("single given")[row], own[IMPORTANCE][row]) < 1e-4
+
+
 @every_table
 def test_log_probs_and_entropy_equal_verls_own(results, table):
     """Exactly, where importance has passes of its own or none."""

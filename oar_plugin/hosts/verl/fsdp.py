@@ -57,8 +57,6 @@ class OarFSDPMixin(ImportancePass):
         return bool(self.model_config.use_fused_kernels)
 
     def _score(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float]:
-        if not request.predicts:  # without a graph verl's own micro-batches fit
-            self._limit_micro_batches(data)
         data[ROW] = torch.arange(len(data))
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]

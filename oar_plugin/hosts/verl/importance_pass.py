@@ -261,6 +261,7 @@ class ImportancePass:
 
         Else OutOfMemoryError: of several processes, the others would wait in a collective for the one that left the pass.
         """
+        self._limit_micro_batches(data)
         reset = self._reset_after_abort() if distributed.get_world_size() == 1 else None
         try:
             return self._score(data, request)

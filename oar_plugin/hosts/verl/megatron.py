@@ -85,8 +85,6 @@ class OarMegatronMixin(ImportancePass):
         The seconds are the time that importance adds to the forward for log-probs. In a pipeline stages wait for one another,
         and a forward cannot be told from its backward: there the seconds are an upper bound, the whole schedule.
         """
-        if not request.predicts:  # without a graph verl's own micro-batches fit
-            self._limit_micro_batches(data)
         data[ROW] = torch.arange(len(data))
         packed = packed_of(data)
         device, hidden = torch.device(get_device_id()), request.reads_hidden

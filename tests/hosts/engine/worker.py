@@ -29,12 +29,15 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import left_right_2_no_padding
 
+from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance.base import Rows
 from oar_plugin.credit.importance.fisher import Fisher
+from oar_plugin.credit.noise import response_seeds, uniform
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.hosts.verl.ray_trainer import _Asking
 from oar_plugin.passes import prediction
 from oar_plugin.passes import rows as rows_module
-from oar_plugin.passes.request import FIELDS, NEEDED, REQUEST, STATUS, Request
+from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, STATUS, Request
 from tests.asked import asked
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import differences
@@ -388,6 +391,26 @@ def seeing(folder: str, layer: str, images: list[bool]) -> list[int] | str:
         return str(error)
 
 
+def given_by_engines(engine: Any) -> list[torch.Tensor]:
+    """Importance in the second of two steps, where rollout engines score the rows that the actor chooses in "oar_p shared"."""
+    own, engine._predictor = run(engine, **cases.request("oar_p")), None
+    values = request_of(**cases.request("oar_p shared"))
+    values["config"]["perturbation"]["backend"] = "rollout"
+    for step in range(2):
+        data, statuses = ready(engine, EVERY), torch.cat(own[STATUS])
+        for row, ids in enumerate(data["input_ids"].unbind()):
+            seed_1 = response_seeds(ids, torch.zeros_like(ids), 1, 0)
+            if step and uniform(seed_1, 1) >= world.SHARE and statuses[row] == Status.SCORED:
+                statuses[row] = Status.NOT_SCORED
+        scored = [row * (status == Status.SCORED) for row, status in zip(own[IMPORTANCE], statuses, strict=True)]
+        data[ENGINE_FIELDS[IMPORTANCE]] = world.nested(scored)
+        data[ENGINE_FIELDS[STATUS]] = world.nested(statuses[:, None].unbind())
+        tu.assign_non_tensor_data(data, REQUEST, values)
+        with engine.eval_mode():
+            output = engine.infer_batch(data)["model_output"]
+    return [row.cpu() for row in output[IMPORTANCE].unbind()]
+
+
 def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Callable[..., Any] = run) -> dict[str, Any]:
     """The results of these requests on this rank; the rows are split among ranks or not."""
     rows = UNEVEN[engine.get_data_parallel_rank()] if split else EVERY
@@ -411,6 +434,7 @@ def single(folder: str) -> dict[str, Any]:
     out |= {"out of memory": starved, "recomputed": again, "behind a pass": fresh}
     # The response of row 6 has 40 tokens and no end, its prompt has 2.
     cut = partial(run, engines["packed"], [6, 7], max_response_length=41)
+    out["given"] = given_by_engines(engines["packed"])
     out["lengths"] = [cut(max_length=most)[STATUS][0].item() for most in (42, 43)]
     layers = "full_attention", "linear_attention"
     out["seeing"] = {name: [seeing(folder, name, images) for images in IMAGES] for name in layers}
