@@ -24,6 +24,7 @@ from oar_plugin.hosts.verl import agent_loop
 from oar_plugin.hosts.verl.agent_loop import Group
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.vllm.scorer import ScoringResult
+from oar_plugin.passes.prediction import ENOUGH
 from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS
 from oar_plugin.passes.segments import LostTime
 from oar_plugin.passes.tokens import TokenBytes
@@ -133,7 +134,7 @@ def run(monkeypatch):
     monkeypatch.setattr(base, "_compute_score", score)
     monkeypatch.setattr(base, "_run_prompt", prompt)
 
-    def go(server, outputs, validate=False, limits=None, **oar):
+    def go(server, outputs, validate=False, limits=None, scored_tokens=0, share=None, **oar):
         worker = object.__new__(agent_loop.OarAgentLoopWorker)
         worker.model_config = SimpleNamespace(hf_config=Qwen2Config(max_position_embeddings=128))
         tokenizer = world.make_tokenizer()
@@ -148,7 +149,10 @@ def run(monkeypatch):
         worker._replacement = world.PAD
         worker._groups = {}
         worker._lost_time = 0, LostTime()
+        worker._share, worker._scored_tokens = worker._oar.amortize.share, scored_tokens
         worker.llm_client = server
+        if share is not None:
+            asyncio.run(worker.oar_score_share(share))
         queue = {}
         task = dict(uid="u", global_steps=1, outputs=outputs, queue=queue)
         asyncio.run(worker._run_prompt(task, {}, {"validate": validate}))
@@ -215,6 +219,20 @@ def test_only_what_has_a_signal_and_an_answer_is_sent(run, oar, outputs, expecte
     fields = run(server, made(outputs), **oar)
     assert [status_of(ours) for session in sorted(fields) for ours in fields[session]] == expected
     assert len(server.tasks) == expected.count(Status.SCORED)
+
+
+@pytest.mark.parametrize(
+    ("scored_tokens", "share", "scored"), [(0, None, [0, 1, 3, 4]), (ENOUGH, None, [0, 3]), (ENOUGH, 1.0, [0, 1, 3, 4])]
+)
+def test_a_share_of_the_responses_is_scored_once_enough_are_and_the_trainer_can_raise_it(
+    run, scored_tokens, share, scored
+):
+    """The same ones that the actor would choose; it predicts the others."""
+    outputs = [output(row, float(row > 0)) for row in world.SCORED]
+    settings = {"amortize": {"share": world.SHARE}, "scored_tokens": scored_tokens, "share": share}
+    fields = run(Server(), outputs, **settings)
+    statuses = {row: status_of(fields[session][0]) for session, row in enumerate(world.SCORED)}
+    assert statuses == {row: Status.SCORED if row in scored else Status.NOT_SCORED for row in world.SCORED}
 
 
 def test_validation_is_not_scored(run):

@@ -28,7 +28,7 @@ from oar_plugin.hosts.verl import offload, trainer_credit
 from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.page.record import parse_response
-from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, Request
+from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, SECONDS, Request
 from oar_plugin.token_credit import TokenCredit
 from tests.asked import GIVEN
 from tests.hosts.answer import answer_of
@@ -261,6 +261,27 @@ def test_every_trajectory_of_a_session_gets_the_sessions_advantage(world):
     got = one.credited()[:, 0]
     want = world(rewards=[1.0, 0.0, 0.0], lengths=[6, 4, 5], uids=["a"] * 3).host_advantage()[:, 0]
     torch.testing.assert_close(got, want[[0, 0, 1, 2]])
+
+
+def test_the_actor_learns_from_the_engines_scores_and_says_how_many_it_wants(world):
+    """It is asked for every response with an advantage, and its weights are the ones that count."""
+    told = []
+    one = world(importance="oar_p", perturbation={"backend": "rollout"}, amortize={"share": 0.5})
+    worker = SimpleNamespace(oar_score_share=SimpleNamespace(remote=told.append))
+    one.trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[worker])
+    engines = [Status.SCORED, Status.NOT_SCORED, Status.ENGINE_FAILED, Status.NO_ANSWER, *[Status.NOT_NEEDED] * 2]
+    one.report_from_engines(engines)
+    one.trainer._mark_needed_rows(one.batch, one.metrics)
+    assert one.needed()[3] == 0, "it has no answer"
+    asked = [bool(needed) for needed in one.needed()]
+    assert asked[:3] == [True] * 3
+    one.report_from_actor([Status.SCORED if needed else Status.NOT_NEEDED for needed in asked])
+    more = torch.tensor([1.0, float("nan"), float("nan"), 0.75])
+    one.fields[MEASURES] = nested([torch.cat([row, more]) for row in one.fields[MEASURES].unbind()])
+    one.credited()
+    assert one.metrics["oar/amortize/predicted"] == 1.0
+    assert one.metrics["oar/amortize/share"] == 0.75
+    assert told == [0.75]
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
