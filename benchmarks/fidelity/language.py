@@ -1,5 +1,6 @@
 """Responses of a language model to problems with worked examples, short and long, right and wrong."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
@@ -19,8 +20,8 @@ from oar_plugin.passes.tokens import TokenBytes
 
 LONGEST = {"short": 120, "long": 320}
 """Tokens at which a response is cut off."""
-ROUNDS = 4
-"""Of sampling. Where they give fewer responses than wanted, the page says how many."""
+ROUNDS = 5
+"""Of sampling; each asks what is missing, by the share that had an answer before. The page says where this was too little."""
 KEPT = 32
 """Tokens whose keys and values take the memory of one with a graph, about."""
 
@@ -86,7 +87,8 @@ def language_source(
     found: list[Response] = []
     asked = 0
     for _ in range(ROUNDS):
-        if batch := list(islice(drawn, 3 * max(0, count - len(found)))):
+        share = max(1 / 8, len(found) / asked if asked else 1.0)
+        if batch := list(islice(drawn, math.ceil(max(0, count - len(found)) / share))):
             progress(f"{kind}, {length}: responses", len(found), count)
             rows = writer.write([problem.prompt for problem in batch], LONGEST[length])
             found += filter(None, (writer.read(problem, *row) for problem, row in zip(batch, rows, strict=True)))

@@ -109,7 +109,7 @@ class Findings:
         return {"sources": self.sources, "means": columns, "costs": costs}
 
 
-def own_cost(estimators: Mapping[str, Score]) -> list[str]:
+def own_cost(estimators: dict[str, Score]) -> list[str]:
     """Each importance at its own cost."""
     return list({name.split()[0]: name for name in reversed(estimators)}.values())
 
