@@ -16,6 +16,7 @@ from oar_plugin.config import OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
+from oar_plugin.passes import prediction
 from oar_plugin.passes.segments import warn_once
 from tests.hosts.engine import world
 from tests.passes.batch import error, padded, rows_of, unpadded
@@ -274,6 +275,24 @@ def test_advantages_of_another_shape_and_settings_of_importance_are_refused(mode
         oar_plugin.reshape(torch.ones(len(RESPONSES)), credit, num_draws=2)
     with pytest.raises(OarConfigError, match=r"oar_plugin.reshape.perturbation.budget: .*allowed here: gate, tau"):
         oar_plugin.reshape(torch.ones(len(RESPONSES)), credit, **{"perturbation.budget": 0.5})
+
+
+def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch):
+    monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
+    first = credit_of(model, **{"amortize.share": world.SHARE})
+    second = credit_of(model, predictor=first.predictor, **{"amortize.share": world.SHARE})
+    assert first.metrics["amortize/predicted"] == 0
+    assert 0 < second.metrics["amortize/predicted"] < 1
+    assert second.predictor is first.predictor
+    values = [credit_of(model, importance="value", advantages=[1, -1, 1, -1])]
+    assert {*values[0].status} == {Status.LEARNING}
+    assert (values[0].weights == 1).all()
+    values.append(credit_of(model, importance="value", predictor=values[0].predictor))
+    assert {*values[1].status} == {Status.SCORED}
+    with pytest.raises(ValueError, match="predictor=Amortized: must be of a call with the same settings"):
+        credit_of(model, importance="value", predictor=first.predictor)
+    with pytest.raises(ValueError, match=r"advantages of shape \(1,\): must be \(4,\)"):
+        credit_of(model, importance="value", advantages=[1.0])
 
 
 def test_a_credit_shows_itself(model):

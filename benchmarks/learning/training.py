@@ -80,7 +80,7 @@ class Credit:
             raise ValueError(f"gate={SPARE} with importance={self.importance}; allowed: importance in nats")
         gate = OarConfig().gate if self.gate == SPARE else self.gate
         settings = {name: getattr(self, name) for name in ("tau", "beta", "floor", "probe")}
-        importance = {"amortize.share": self.share}
+        importance: dict[str, str | float | None] = {"amortize.share": self.share}
         if self.importance not in (None, BLAME):
             importance["importance"] = self.importance
         return OarConfig.parse({**settings, **importance, "gate": gate, "seed": seed, "answer_patterns": ("hash",)})

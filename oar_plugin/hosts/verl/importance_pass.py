@@ -167,8 +167,8 @@ class ImportancePass:
             importance = predicted.learn(order, importance, total, device)
             seconds += seconds_between(begun, mark())
         if num_ahead < len(order) and not (request.importance_only and predicted is None):
-            rest, asked = order[num_ahead:], None if predicted is None else predicted.predicting
-            outputs.append(self._infer_unscored(data, rest, asked))
+            rest = order[num_ahead:]
+            outputs.append(self._infer_unscored(data, rest, None if predicted is None else predicted.predicting))
             if predicted is not None:
                 place(importance, rest, outputs[-1])
 

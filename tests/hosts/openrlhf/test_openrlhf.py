@@ -276,6 +276,8 @@ def test_parts_are_filled_by_length(lengths, most, parts):
         (["--ds.deepcompile"], {}, "--ds.deepcompile=True: "),
         (["--algo.advantage.estimator", "gae"], {}, "--algo.advantage.estimator=gae: "),
         ([], {"perturbation": {"backend": "rollout"}, "importance": "oar_p"}, "_args.perturbation.backend=rollout: "),
+        ([], {"amortize": {"share": 0.5}}, "_args: amortize.share=0.5, importance=fisher: importance is not predicted"),
+        ([], {"importance": "value"}, "_args: amortize.share=None, importance=value: importance is not predicted"),
         ([], {"base_estimator": "rloo"}, "_args.base_estimator=rloo: "),
         ([], {"importence": "fisher"}, "_args.importence='fisher': unknown key; did you mean"),
         ([], {"tau": 2}, "--algo.advantage.plugin_args.tau=2: "),
