@@ -66,7 +66,7 @@ def chosen_rates(plan: Plan, records: Named) -> dict[tuple[str, str], float]:
 
     A rate counts where all of its pairs are finished; without any it is the plan's first.
     """
-    found = {(task, name): plan.rates[0] for task in plan.settings for name in plan.methods}
+    found = {(task, name): plan.rate_of.get(task, plan.rates[0]) for task in plan.settings for name in plan.methods}
     if records:
         rates = by_run(records).groupby(["task", "method", "lr"])["reward"].agg(["size", "mean"])
         whole = rates[rates["size"] == len(plan.choose.all())]["mean"]

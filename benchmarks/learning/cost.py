@@ -15,17 +15,20 @@ def tokens_of(steps: Steps) -> np.ndarray:
 def flops_of(steps: Steps) -> np.ndarray:
     """FLOPs of each step: sampling, the forward that importance and update share, importance, and update. NaN if not counted.
 
-    They are counted on one step (`training.counted`). Those of another step are taken to be in proportion to the tokens of the
-    responses that have an advantage. A sampled token is taken to cost what a token of the forward does, as in an engine with a
-    cache; prompts are left out there.
+    They are counted on one step (`training.counted`), and again where another part of the responses is scored. Those of other
+    steps are taken to be in proportion to the tokens of the responses that have an advantage. A sampled token is taken to cost
+    what a token of the forward does, as in an engine with a cache; prompts are left out there.
     """
     counted = next((step for step in steps if "update_flops" in step), None)
     if counted is None:
         return np.full(len(steps), np.nan)
-    trained = np.array([step["used"] * step["length"] for step in steps])
-    per_token = np.array([counted[f"{part}_flops"] for part in ("forward", "importance", "update")])
-    per_token /= counted["used"] * counted["length"]
-    found: np.ndarray = per_token[0] * tokens_of(steps) + per_token.sum() * trained
+    trained, per_token = np.array([step["used"] * step["length"] for step in steps]), []
+    for step in steps:
+        counted = step if "update_flops" in step else counted
+        parts = np.array([counted[f"{part}_flops"] for part in ("forward", "importance", "update")])
+        per_token.append(parts / (counted["used"] * counted["length"]))
+    each = np.array(per_token)
+    found: np.ndarray = each[:, 0] * tokens_of(steps) + each.sum(1) * trained
     return found
 
 

@@ -65,6 +65,7 @@ class Plan:
         trim: share of the models that is left out at each end of the mean over models: what falls apart decides nothing.
         named: methods that are held against GRPO and corrected for together; the others are controls, or explored.
         rates: the learning rates that every method has to choose from.
+        rate_of: by task, a rate that is not chosen.
         choose: pairs that a rate is chosen on; none where there is one rate.
         judge: pairs that methods are compared on; they share no model with `choose`.
     """
@@ -77,6 +78,7 @@ class Plan:
     choose: Pairs
     judge: Pairs
     factors: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
+    rate_of: Mapping[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     named: tuple[str, ...] = ()
     steps: Annotated[int, Field(ge=1)] = 40

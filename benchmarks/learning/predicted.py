@@ -1,7 +1,7 @@
 """Importance of the package that is predicted from hidden states, for the small trainer: its own forward has these."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from oar_plugin.passes.prediction import Amortized, Features, Learned
 from oar_plugin.passes.request import Request
 
 CPU = torch.device("cpu")
+Control = Literal["inverted", "doubt", "shuffled"]
+"""What is predicted turned round; the columns without hidden states alone; learned from the outcomes of other responses."""
 
 
 def chosen(predictor: Amortized | Learned | None, request: Request, rollout: Any) -> Tensor:
@@ -31,9 +33,14 @@ def with_predictions(
     passes: Sequence[Any],
     scored_B: Tensor,
     computed: Callable[[], Tensor],
+    control: Control | None = None,
+    step: int = 0,
 ) -> Tensor:
     """Importance `[B, L]`. `computed` returns that of the rows of `scored_B`, which no pass shares with other rows."""
-    features = [_features(rollout, one) for one in passes]
+    features = [_features(rollout, one, control == "doubt") for one in passes]
+    sign_B = rollout.advantage_B.sign()
+    if control == "shuffled":
+        sign_B = sign_B[torch.randperm(len(sign_B), generator=torch.Generator().manual_seed(step))]
     importance_BL = torch.zeros(rollout.token_BL.shape)
     if isinstance(predictor, Amortized):
         importance_BL = computed()
@@ -47,10 +54,10 @@ def with_predictions(
             part_bL[_mask(rollout, one)] = predictor.predict(of_pass)
             importance_BL[one.rows, : part_bL.shape[1]] = part_bL
         if isinstance(predictor, Learned):
-            predictor.learn(of_pass, rollout.advantage_B[one.rows].sign())
+            predictor.learn(of_pass, sign_B[one.rows])
     if isinstance(predictor, Learned):
         predictor.close(lambda tensor: tensor, CPU)
-    return importance_BL
+    return 1 / importance_BL.clamp_min(1e-30) if control == "inverted" else importance_BL
 
 
 def _mask(rollout: Any, one: Any) -> Tensor:
@@ -58,11 +65,11 @@ def _mask(rollout: Any, one: Any) -> Tensor:
     return mask_bL
 
 
-def _features(rollout: Any, one: Any) -> Features:
+def _features(rollout: Any, one: Any, doubt_only: bool) -> Features:
     mask_bL = _mask(rollout, one)
     segments_bL = rollout.segments_BL[one.rows, : one.token_bL.shape[1]]
     packed = packed_rows(one.token_bL, segments_bL, mask_bL)[0]
     scores = Scores(Importance(), 0, CPU, True)
-    scores.hidden_TP = projected(one.hidden_bLH.detach()[mask_bL])
+    scores.hidden_TP = projected(one.hidden_bLH.detach()[mask_bL]) * (not doubt_only)
     chosen_bl = one.log_prob_blV.detach().gather(-1, one.token_bL[:, 1:, None])[..., 0]
     return Features(packed, scores, torch.nn.functional.pad(chosen_bl, (1, 0))[mask_bL])

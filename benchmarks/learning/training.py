@@ -22,9 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from transformers import PreTrainedModel
 
 from benchmarks.candidates.learning import spare
+from benchmarks.candidates.rivals import RIVALS
 from benchmarks.fidelity.scores import causal_recall
 from benchmarks.learning.copies import masked_importance
-from benchmarks.learning.predicted import chosen, with_predictions
+from benchmarks.learning.predicted import Control, chosen, with_predictions
 from benchmarks.learning.tasks import TASKS, wrong_results
 from benchmarks.tiny.fast import head_of, micro_batches, rows_of
 from benchmarks.tiny.model import sample
@@ -73,9 +74,13 @@ class Credit:
     floor: float = 0.1
     probe: Probe = "answer_mean"
     share: float | None = None  # of the responses whose importance is computed; that of others is predicted
+    control: Control | None = None  # of what is predicted
+    rival: str | None = None  # of `benchmarks.candidates.rivals`, which gives weights, and no importance
 
     def config(self, seed: int) -> OarConfig:
         """Raises ValueError where it cannot work."""
+        if self.rival is not None and (self.rival not in RIVALS or self.importance is not None):
+            raise ValueError(f"rival={self.rival}, importance={self.importance}; allowed: {', '.join(RIVALS)}, alone")
         if self.gate == SPARE and self.importance in (None, BLAME):
             raise ValueError(f"gate={SPARE} with importance={self.importance}; allowed: importance in nats")
         gate = OarConfig().gate if self.gate == SPARE else self.gate
@@ -175,7 +180,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
     task = TASKS[run.task]
     optimizer = torch.optim.Adam(model.parameters(), lr=run.lr, fused=True)
     problems, noise = random.Random(run.draw), torch.Generator()
-    record, predictor = Record(run, digest_of(model)), predictor_for(run)
+    record, predictor, counted_all = Record(run, digest_of(model)), predictor_for(run), None
     for step in range(run.steps):
         begun = time.perf_counter()
         noise.manual_seed(1000 * run.draw + step)
@@ -190,10 +195,15 @@ def train(run: Run, model: PreTrainedModel) -> Record:
             importance_BL = importance(run, rollout, passes, step, predictor, scored_B)
             scored = time.perf_counter()
             weight_BL, described = weights(run, rollout, importance_BL, log_probs(rollout, passes))
+            if run.credit.rival is not None:
+                given = hidden_states(rollout, passes), log_probs(rollout, passes), step / run.steps
+                weight_BL = RIVALS[run.credit.rival](rollout, *given)
+                described = _paid(rollout, weight_BL, weight_BL, rollout.reasoning_BL)
             entry |= described | update(model, optimizer, rollout, passes, weight_BL)
             entry |= {"importance_seconds": scored - begun}
             entry |= {"update_seconds": begun - sampled + time.perf_counter() - scored}
-            if not any("update_flops" in earlier for earlier in record.steps):
+            # Steps in which all responses are scored cost another amount.
+            if counted_all != (counted_all := bool(scored_B.all())):
                 entry |= counted(run, model, rollout, step, before, scored_B)
         record.steps.append(entry)
     record.held_out = accuracy(model, task, HELD_OUT, greedy=False)
@@ -334,7 +344,9 @@ def importance(
         return torch.zeros(rollout.token_BL.shape)
     scored_B = rollout.advantage_B != 0 if scored_B is None else scored_B
     computed = partial(_computed, request_of(run, step), rollout, passes, scored_B)
-    return computed() if predictor is None else with_predictions(predictor, rollout, passes, scored_B, computed)
+    if predictor is None:
+        return computed()
+    return with_predictions(predictor, rollout, passes, scored_B, computed, run.credit.control, step)
 
 
 def _computed(request: Request, rollout: Rollout, passes: Sequence[Forward], scored_B: Tensor) -> Tensor:
@@ -372,6 +384,14 @@ def _importance(request: Request, one: Forward, segments_bL: Tensor, mask_bL: Te
     flat = torch.zeros(one.token_bL.numel())
     flat[layout.local_T] = importance_of_scores(request, packed, pass_.scores)
     return flat.view_as(one.token_bL)
+
+
+def hidden_states(rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
+    """The last ones of each token, `[B, L, H]`; 0 at padding."""
+    found_BLH = torch.zeros(*rollout.token_BL.shape, passes[0].hidden_bLH.shape[-1])
+    for one in passes:
+        found_BLH[one.rows, : one.token_bL.shape[1]] = one.hidden_bLH.detach()
+    return found_BLH
 
 
 def log_probs(rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
