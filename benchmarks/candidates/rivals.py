@@ -88,7 +88,7 @@ def shear(rollout: Any, hidden_BLH: Tensor, log_prob_BL: Tensor, done: float, sp
     line_HP = F.normalize(torch.randn(hidden_BLH.shape[-1], lines, generator=torch.Generator().manual_seed(0)), dim=0)
     spans: list[tuple[int, Tensor, Tensor]] = []
     for row in range(len(keep_BL)):
-        for at_n in keep_BL[row].nonzero()[:, 0].split(span):
+        for at_n in filter(len, keep_BL[row].nonzero()[:, 0].split(span)):
             sorted_nP = (hidden_BLH[row, at_n] @ line_HP).sort(0).values
             # Quantiles, so that a short last span has as many.
             at_q = torch.linspace(0, len(at_n) - 1, span).round().long()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.candidates.rivals import RIVALS
 from benchmarks.learning import training
 from benchmarks.learning.tasks import TASKS, NamedParallel
 from benchmarks.learning.training import Credit, Run, forward, roll_out
@@ -18,7 +19,8 @@ from benchmarks.tiny.words import PAD, encode
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import Importance
-from oar_plugin.passes.plain import batch_importance
+from oar_plugin.passes import prediction
+from oar_plugin.passes.plain import batch_importance, predicted_importance
 from oar_plugin.passes.request import Request
 
 TASK = NamedParallel("parallel", steps=2, filler=(1, 2), error_rate=0.2)
@@ -111,6 +113,40 @@ def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(name,
     assert (here_BL > 0).sum() > 20
     torch.testing.assert_close(here_BL, there_BL, rtol=1e-3, atol=1e-5 * max(1.0, there_BL.max().item()))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "credit",
+    [Credit(importance="fisher", share=0.5), Credit(importance="oar_p", share=0.5), Credit(importance="value")],
+)
+def test_predicted_importance_is_the_packages(credit, model, rollout, monkeypatch):
+    """In the first step all responses are scored, or none is known."""
+    monkeypatch.setattr(prediction, "ENOUGH", 20)
+    run = replace(RUN, credit=credit)
+    here, there = training.predictor_for(run), training.predictor_for(run)
+    for step in range(3):
+        request = training.request_of(run, step)
+        scored_B = training.chosen(here, request, rollout)
+        passes = forward(model, rollout, scored_B)
+        here_BL = training.importance(run, rollout, passes, step, here, scored_B)
+        batch = rollout.token_BL, rollout.segments_BL, rollout.mask_BL
+        there_BL, measured_B4 = predicted_importance(model, request, there, *batch, rollout.advantage_B.sign())
+        torch.testing.assert_close(here_BL, there_BL, rtol=2e-3, atol=1e-5 * max(1.0, there_BL.max().item()))
+    assert measured_B4[:, 0].any()
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_rivals_weigh_reasoning_alone(name, model, rollout):
+    passes = forward(model, rollout)
+    given = training.hidden_states(rollout, passes), training.log_probs(rollout, passes)
+    weight_BL = RIVALS[name](rollout, *given, 0.25)
+    assert weight_BL.isfinite().all()
+    assert (weight_BL[~rollout.reasoning_BL] == 1).all()
+    assert weight_BL.min() >= 0
+    assert len(weight_BL[rollout.reasoning_BL].unique()) > 1
+    if name in ("delta", "wide_delta", "shear"):
+        total_B = (weight_BL - 1).masked_fill(~rollout.reasoning_BL, 0.0).sum(-1)
+        assert total_B.abs().max() < 1e-3
 
 
 def test_an_update_is_the_textbooks(model, rollout, monkeypatch):
