@@ -40,6 +40,7 @@ from benchmarks.report import Progress, Report
 from benchmarks.workload import check_at_least_one
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.probe import PROBES, Probe
+from oar_plugin.output import write_whole
 from oar_plugin.passes.plain import log_probs
 
 
@@ -84,13 +85,17 @@ class Settings:
         check_at_least_one(self, "models", "responses", "part", "max_tokens")
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature}: must be above 0")
-        known = [*package_estimators(), *added_estimators(self.also, self.behind)]
+        known = self.estimators()
         if unknown := [name for name in self.on_all if name not in known]:
             raise ValueError(f"--on-all {unknown[0]}: allowed: {', '.join(known)}")
         if self.model is not None:
             smollm2.resolved(self.model)
             for kind in self.kinds:
                 next(problems(kind, questions=self.questions))
+
+    def estimators(self) -> dict[str, Score]:
+        """Those of the package, and those of `also` and `behind`; raises ValueError as `added_estimators` does."""
+        return package_estimators() | added_estimators(self.also, self.behind)
 
     @property
     def kinds(self) -> tuple[Any, ...]:
@@ -113,27 +118,26 @@ def measure(settings: Settings, progress: Progress) -> Report:
 def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iterator[Part]:
     """What `judge` returns for each kind and length, now or when it was kept in the folder."""
     asked = settings.responses, settings.seed, settings.questions, progress
-    elsewhere = {"tasks": (), "out": None, "folder": None}
+    wanted = asdict(settings) | {"tasks": (), "out": None, "folder": None}  # of which a part does not depend
     for kind, length in product(settings.kinds, LONGEST):
         kept = settings.folder and settings.folder / f"{kind}_{length}.pickle"
         if kept and kept.is_file():
             made, part = pickle.loads(kept.read_bytes())  # noqa: S301  written below
-            if made != asdict(settings) | elsewhere:
+            if made != wanted:
                 raise ValueError(
                     f"--folder {settings.folder}: {kept.name} has other settings: {made}; take another folder"
                 )
         else:
             part = judge(settings, language_source(writer, kind, length, *asked), progress)
             if kept:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_bytes(pickle.dumps((asdict(settings) | elsewhere, part)))
+                write_whole(kept, pickle.dumps((wanted, part)))
         yield part
 
 
 def judge(settings: Settings, source: Source, progress: Progress) -> Part:
     """Every estimator on a source."""
     device = choose_device(settings.device)
-    every = package_estimators() | added_estimators(settings.also, settings.behind)
+    every = settings.estimators()
     on_all = [name for name in every if not settings.on_all or name in (*settings.on_all, REFERENCE, BASELINE)]
     by_probe, again = ([name for name in names if name in every] for names in (BY_PROBE, DRAWN))
     others = [probe for probe in PROBES if probe != settings.probe]
@@ -180,7 +184,7 @@ def judge(settings: Settings, source: Source, progress: Progress) -> Part:
 
 def report_on(settings: Settings, parts: Iterable[Part]) -> Report:
     """What `judge` found, as a page."""
-    findings = Findings(settings.probe, settings.part, added_estimators(settings.also, settings.behind))
+    findings = Findings(settings.probe, settings.part, settings.estimators())
     for part in parts:
         findings.add(part)
     device = choose_device(settings.device)
@@ -221,12 +225,12 @@ def _judged(
         here = {name: of_responses[index] for name, of_responses in scores.items()}
         causal_R = response.causal_T[response.reasoning_R]
         rows = {name: judged(score_R, reference[index], causal_R) for name, score_R in here.items()}
-        base = rows[BASELINE] if BASELINE in rows else judged(main[BASELINE][index], reference[index], causal_R)
+        base = top_overlap(scores.get(BASELINE, main[BASELINE])[index], reference[index])
         for name, row in rows.items():
             yield {
                 "estimator": name,
                 "answer": "right" if response.right else "wrong",
                 **row,
                 "own": top_overlap(here[name], main[name][index]),
-                "gain": row["overlap"] - base["overlap"],
+                "gain": row["overlap"] - base,
             }

@@ -1,6 +1,5 @@
 """What the study says: its tables, the goals, and what a reader must know."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +39,7 @@ Part: TypeAlias = dict[str, list[dict[str, Any]]]
 
 @dataclass
 class Findings:
-    """What was measured with the package's estimators and those of `--also`.
+    """What was measured with these estimators.
 
     `judged` has a row for each source, way, estimator and response, `costs` for each source and estimator, and `scored` for
     each response, with its scores `[R]` by estimator in float32.
@@ -48,7 +47,7 @@ class Findings:
 
     probe: Probe
     part: int
-    added: Mapping[str, Score]
+    estimators: dict[str, Score]
     sources: list[dict[str, Any]] = field(default_factory=list)
     judged: list[dict[str, Any]] = field(default_factory=list)
     costs: list[dict[str, Any]] = field(default_factory=list)
@@ -59,8 +58,9 @@ class Findings:
             getattr(self, name).extend(rows)
 
     @cached_property
-    def estimators(self) -> dict[str, Score]:
-        return {**package_estimators(), **self.added}
+    def added(self) -> set[str]:
+        """Names of estimators that the package does not have."""
+        return {*self.estimators} - {*package_estimators()}
 
     @cached_property
     def main(self) -> pd.DataFrame:
