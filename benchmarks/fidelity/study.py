@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ from benchmarks.fidelity.tables import (
     source_row,
     tables_of,
 )
+from benchmarks.kept import kept
 from benchmarks.language import smollm2
 from benchmarks.language.problems import KINDS, problems
 from benchmarks.machine import Device, choose_device, timed
@@ -40,7 +40,6 @@ from benchmarks.report import Progress, Report
 from benchmarks.workload import check_at_least_one
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.probe import PROBES, Probe
-from oar_plugin.output import write_whole
 from oar_plugin.passes.plain import log_probs
 
 
@@ -119,19 +118,13 @@ def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iter
     """What `judge` returns for each kind and length, now or when it was kept in the folder."""
     asked = settings.responses, settings.seed, settings.questions, progress
     wanted = asdict(settings) | {"tasks": (), "out": None, "folder": None}  # of which a part does not depend
+
+    def part(kind: Any, length: str) -> Part:
+        return judge(settings, language_source(writer, kind, length, *asked), progress)
+
     for kind, length in product(settings.kinds, LONGEST):
-        kept = settings.folder and settings.folder / f"{kind}_{length}.pickle"
-        if kept and kept.is_file():
-            made, part = pickle.loads(kept.read_bytes())  # noqa: S301  written below
-            if made != wanted:
-                raise ValueError(
-                    f"--folder {settings.folder}: {kept.name} has other settings: {made}; take another folder"
-                )
-        else:
-            part = judge(settings, language_source(writer, kind, length, *asked), progress)
-            if kept:
-                write_whole(kept, pickle.dumps((wanted, part)))
-        yield part
+        file = settings.folder and settings.folder / f"{kind}_{length}.pickle"
+        yield kept(file, wanted, partial(part, kind, length))
 
 
 def judge(settings: Settings, source: Source, progress: Progress) -> Part:
