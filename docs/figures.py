@@ -61,6 +61,74 @@ def fidelity() -> str:
     return f"{table(head, lines)}\n{count}\n"
 
 
+REAL = "fidelity_smollm2_cpu"
+
+
+def fidelity_real() -> str:
+    """Of a real model, beside the small ones where they have it."""
+    names = {
+        "`hybrid`, budget 0.3": "hybrid 0.3",
+        "`oar_p`, sampled replacements": "oar_p sampled",
+        "**position: the later, the more**": "position",
+        "`fisher` at the hidden states behind layer 8 of 30": "fisher layer 8",
+        "`span_masking`": "span_masking",
+        "**`fisher`** (default)": "fisher 1",
+        "`grail`": "grail 1",
+        "`oar_g` (published)": "oar_g 1",
+        "random": "random",
+        "`decision`": "decision 1",
+        "`entropy`": "entropy",
+    }
+    real, toys = (
+        {row["estimator"]: row for row in rows_of(stem, "Estimators against")} for stem in (REAL, "fidelity_cpu")
+    )
+    lines = []
+    for label, name in names.items():
+        row, toy = real[name], toys.get(name, {})
+        passes = f"{float(row['forward']) + float(row['backward']):.1f}"
+        beyond, count = row["beyond position"], row["responses"]
+        lines.append(
+            [
+                label,
+                row["top 20 %"],
+                row["Spearman"],
+                beyond,
+                passes,
+                count,
+                toy.get("top 20 %", ""),
+                toy.get("Spearman", ""),
+            ]
+        )
+    head = " importance | overlap | Spearman | beyond position | passes | responses | small models: overlap | Spearman "
+    return table(head, lines)
+
+
+def probes_real() -> str:
+    rows = rows_of(REAL, "Probes")
+    head = " probe | its exact OAR-P with that of `answer_mean` | `fisher` | `oar_g` | position "
+    return table(head, ([f"`{probe}`", *rest] for probe, *rest in (row.values() for row in rows)))
+
+
+def people() -> str:
+    (rows,) = load("people_smollm2_cpu")["tables"].values()
+    head = " credit | AUC | difference to before the step | largest of all | largest up to the step's end "
+    columns = "credit", "AUC", "difference", "largest of all", "largest so far"
+    return table(head, ([row[column] for column in columns] for row in rows))
+
+
+def real_reached() -> str:
+    return _whole("What runs reach")
+
+
+def real_steps() -> str:
+    return _whole("A step")
+
+
+def _whole(title: str) -> str:
+    rows = rows_of("real_cpu", title)
+    return table(f" {' | '.join(rows[0])} ", (row.values() for row in rows))
+
+
 def marks() -> str:
     wrong, first, results, *_ = load("marks_cpu")["tables"]
     names = {
@@ -425,7 +493,8 @@ def one_gpu() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
-        fidelity, marks, continuation, learning, collapse, decision_recall, rivals, contrasts, in_sentences,
+        fidelity_real, probes_real, people, real_reached, real_steps, fidelity, marks, continuation, learning, collapse,
+        decision_recall, rivals, contrasts, in_sentences,
         confirmation, levels, run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
         architectures, gpu_engines, gpu_peaks, one_gpu,
     )

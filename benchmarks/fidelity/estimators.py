@@ -67,10 +67,11 @@ def package_estimators() -> dict[str, Score]:
 
 
 def added_estimators(importances: Sequence[str], behind: Sequence[str] = ()) -> dict[str, Score]:
-    """Those of importances that the package does not have, by `<module>:<class>`, and `<importance>:<layer>` of `behind`.
+    """By class, importances `<module>:<class>` that the package does not have, and `<importance>:<layer>` of `behind`.
 
     Raises:
-        ValueError: there is no such importance, it shows right answers, or no gradient of it is behind a layer.
+        ValueError: there is no such importance, it shows right answers, no gradient of it is behind a layer, or two have
+            one name.
     """
     layers = []
     for one in behind:
@@ -83,11 +84,13 @@ def added_estimators(importances: Sequence[str], behind: Sequence[str] = ()) -> 
     for path in (*importances, *(name for name, _ in layers)):
         if importance_of(path).learns:
             raise ValueError(f"--also {path}: it learns over the steps of a training, which this study lacks")
-    added: dict[str, Score] = {
-        path.removeprefix("python:"): partial(by_importance, importance=path) for path in importances
-    }
+    added: dict[str, Score] = {}
+    for path in importances:
+        added[path.rpartition(":")[2]] = partial(by_importance, importance=path)
     for name, number in layers:
         added[f"{name.rpartition(':')[2]} layer {number}"] = partial(behind_layer, number=number, importance=name)
+    if len(added) < len({*importances, *layers}):
+        raise ValueError(f"--also, --behind: of {', '.join(added)} one is the name of two; rename a class")
     return added
 
 

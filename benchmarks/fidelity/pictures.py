@@ -36,19 +36,20 @@ def shade(weight: float) -> str:
 
 
 def draw(findings: Findings) -> Figure:
-    """Overlap against cost; a line for what costs no pass."""
-    figure, cost = subplots()
-    for name, row in findings.summary[findings.summary["passes"] > 0].drop(index=REFERENCE).iterrows():
-        mean = row.overlap
-        error = [[mean.value - mean.low], [mean.high - mean.value]]
-        cost.errorbar(row.passes, mean.value, error, fmt="o", color=COLOURS[int(name in findings.added)])
-        cost.annotate(name, (row.passes, mean.value), xytext=(4, 3), textcoords="offset points", fontsize=7)
-    for name, row in findings.summary[findings.summary["passes"] == 0].iterrows():
-        cost.axhline(row.overlap.value, color=COLOURS[-1], linewidth=0.8, linestyle=":")
-        cost.annotate(
-            name, (1, row.overlap.value), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=7
+    """Overlap beside cost, a row an estimator, the best above. Those that were added have another colour."""
+    rows = findings.summary.drop(index=REFERENCE)[::-1]
+    figure, (overlap, cost) = subplots(1, 2, figsize=(8, 0.6 + 0.24 * len(rows)), sharey=True)
+    for place, (name, row) in enumerate(rows.iterrows()):
+        colour, mean = COLOURS[int(name in findings.added)], row.overlap
+        overlap.errorbar(
+            mean.value, place, None, [[mean.value - mean.low], [mean.high - mean.value]], "o", color=colour
         )
-    cost.set(xscale="log", xlabel="passes, forward and backward", ylabel="overlap of the top 20 % with exact OAR-P")
+        cost.barh(place, row.passes, color=colour)
+        cost.annotate(
+            f"{row.passes:.1f}", (row.passes, place), (3, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    overlap.set(yticks=range(len(rows)), yticklabels=rows.index, xlabel="overlap with exact OAR-P, top 20 %")
+    cost.set(xlabel=f"passes (exact OAR-P: {findings.summary.passes[REFERENCE]:.1f})")
     return figure
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import pickle
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -33,6 +32,7 @@ from benchmarks.fidelity.tables import (
     source_row,
     tables_of,
 )
+from benchmarks.kept import kept
 from benchmarks.language import smollm2
 from benchmarks.language.problems import KINDS, problems
 from benchmarks.machine import Device, choose_device, timed
@@ -84,13 +84,17 @@ class Settings:
         check_at_least_one(self, "models", "responses", "part", "max_tokens")
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature}: must be above 0")
-        known = [*package_estimators(), *added_estimators(self.also, self.behind)]
+        known = self.estimators()
         if unknown := [name for name in self.on_all if name not in known]:
             raise ValueError(f"--on-all {unknown[0]}: allowed: {', '.join(known)}")
         if self.model is not None:
             smollm2.resolved(self.model)
             for kind in self.kinds:
                 next(problems(kind, questions=self.questions))
+
+    def estimators(self) -> dict[str, Score]:
+        """Those of the package, and those of `also` and `behind`; raises ValueError as `added_estimators` does."""
+        return package_estimators() | added_estimators(self.also, self.behind)
 
     @property
     def kinds(self) -> tuple[Any, ...]:
@@ -113,27 +117,20 @@ def measure(settings: Settings, progress: Progress) -> Report:
 def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iterator[Part]:
     """What `judge` returns for each kind and length, now or when it was kept in the folder."""
     asked = settings.responses, settings.seed, settings.questions, progress
-    elsewhere = {"tasks": (), "out": None, "folder": None}
+    wanted = asdict(settings) | {"tasks": (), "out": None, "folder": None}  # of which a part does not depend
+
+    def part(kind: Any, length: str) -> Part:
+        return judge(settings, language_source(writer, kind, length, *asked), progress)
+
     for kind, length in product(settings.kinds, LONGEST):
-        kept = settings.folder and settings.folder / f"{kind}_{length}.pickle"
-        if kept and kept.is_file():
-            made, part = pickle.loads(kept.read_bytes())  # noqa: S301  written below
-            if made != asdict(settings) | elsewhere:
-                raise ValueError(
-                    f"--folder {settings.folder}: {kept.name} has other settings: {made}; take another folder"
-                )
-        else:
-            part = judge(settings, language_source(writer, kind, length, *asked), progress)
-            if kept:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_bytes(pickle.dumps((asdict(settings) | elsewhere, part)))
-        yield part
+        file = settings.folder and settings.folder / f"{kind}_{length}.pickle"
+        yield kept(file, wanted, partial(part, kind, length))
 
 
 def judge(settings: Settings, source: Source, progress: Progress) -> Part:
     """Every estimator on a source."""
     device = choose_device(settings.device)
-    every = package_estimators() | added_estimators(settings.also, settings.behind)
+    every = settings.estimators()
     on_all = [name for name in every if not settings.on_all or name in (*settings.on_all, REFERENCE, BASELINE)]
     by_probe, again = ([name for name in names if name in every] for names in (BY_PROBE, DRAWN))
     others = [probe for probe in PROBES if probe != settings.probe]
@@ -180,7 +177,7 @@ def judge(settings: Settings, source: Source, progress: Progress) -> Part:
 
 def report_on(settings: Settings, parts: Iterable[Part]) -> Report:
     """What `judge` found, as a page."""
-    findings = Findings(settings.probe, settings.part, added_estimators(settings.also, settings.behind))
+    findings = Findings(settings.probe, settings.part, settings.estimators())
     for part in parts:
         findings.add(part)
     device = choose_device(settings.device)
@@ -221,12 +218,12 @@ def _judged(
         here = {name: of_responses[index] for name, of_responses in scores.items()}
         causal_R = response.causal_T[response.reasoning_R]
         rows = {name: judged(score_R, reference[index], causal_R) for name, score_R in here.items()}
-        base = rows[BASELINE] if BASELINE in rows else judged(main[BASELINE][index], reference[index], causal_R)
+        base = top_overlap(scores.get(BASELINE, main[BASELINE])[index], reference[index])
         for name, row in rows.items():
             yield {
                 "estimator": name,
                 "answer": "right" if response.right else "wrong",
                 **row,
                 "own": top_overlap(here[name], main[name][index]),
-                "gain": row["overlap"] - base["overlap"],
+                "gain": row["overlap"] - base,
             }

@@ -1,6 +1,5 @@
 """What the study says: its tables, the goals, and what a reader must know."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,13 +33,16 @@ TITLES = {
 }
 GROUP = ["task", "length", "model"]
 
+FEWEST = 8
+"""Responses that an interval needs."""
+
 Part: TypeAlias = dict[str, list[dict[str, Any]]]
 """What was found on a source: rows of the lists of `Findings`."""
 
 
 @dataclass
 class Findings:
-    """What was measured with the package's estimators and those of `--also`.
+    """What was measured with these estimators.
 
     `judged` has a row for each source, way, estimator and response, `costs` for each source and estimator, and `scored` for
     each response, with its scores `[R]` by estimator in float32.
@@ -48,7 +50,7 @@ class Findings:
 
     probe: Probe
     part: int
-    added: Mapping[str, Score]
+    estimators: dict[str, Score]
     sources: list[dict[str, Any]] = field(default_factory=list)
     judged: list[dict[str, Any]] = field(default_factory=list)
     costs: list[dict[str, Any]] = field(default_factory=list)
@@ -59,8 +61,9 @@ class Findings:
             getattr(self, name).extend(rows)
 
     @cached_property
-    def estimators(self) -> dict[str, Score]:
-        return {**package_estimators(), **self.added}
+    def added(self) -> set[str]:
+        """Names of estimators that the package does not have."""
+        return {*self.estimators} - {*package_estimators()}
 
     @cached_property
     def main(self) -> pd.DataFrame:
@@ -127,8 +130,12 @@ def estimate(rows: pd.DataFrame, metric: str) -> Estimate:
 
 
 def plus_minus(found: Estimate, sign: str = "") -> str:
-    """With half the width of the interval; empty without data."""
-    return f"{found.value:{sign}.2f} ± {(found.high - found.low) / 2:.2f}" if found.count else ""
+    """With half the width of the interval, or with the count where it is too small for one; empty without data."""
+    if not found.count:
+        return ""
+    return f"{found.value:{sign}.2f} " + (
+        f"± {(found.high - found.low) / 2:.2f}" if found.count >= FEWEST else f"({found.count})"
+    )
 
 
 def tables_of(findings: Findings) -> list[Table]:
@@ -203,7 +210,7 @@ def notes_of(findings: Findings, model: str | None) -> list[str]:
         "Beyond position: correlation of ranks, without the best quadratic function of the position; `position` is the place "
         "in the response, which knows nothing of the answer.",
         "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each source. They say nothing "
-        "about other models.",
+        f"about other models. Below {FEWEST} responses their number stands in place of an interval.",
         "Passes count tokens that went through the layers, over those of prompts and responses: masked copies read the prefix "
         "from a cache. A backward to the inputs alone costs about a forward. Time: seconds of all responses over those of a "
         "forward with logits, the median over sources.",

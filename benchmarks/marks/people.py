@@ -8,8 +8,10 @@ is not used: it is the right one, which a wrong solution does not lead to.
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 import oar_plugin
 from benchmarks.fidelity.scores import auc, mean_over_groups
 from benchmarks.fidelity.tables import plus_minus
+from benchmarks.kept import kept
 from benchmarks.report import Table
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
@@ -76,9 +79,17 @@ def _segments(pieces: Sequence[bytes], answer: Any) -> np.ndarray:
 
 
 def judged(
-    model: Any, tokenizer: Any, read: Sequence[Solution], importances: Sequence[str], spans: int, **given: Any
+    model: Any,
+    tokenizer: Any,
+    read: Sequence[Solution],
+    importances: Sequence[str],
+    spans: int,
+    folder: Path | None = None,
+    made: Mapping[str, Any] | None = None,
+    **given: Any,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each credit and solution: `METRICS`. `given`: `max_tokens` and `seed` of `oar_plugin.importance`."""
+    """A row for each credit and solution: `METRICS`. `given`: `max_tokens` and `seed` of `oar_plugin.importance`. An
+    importance's scores stay in `folder`, with the settings `made`."""
     keeps = [one.segments_L == Segment.REASONING for one in read]
     pairs = [(torch.tensor(one.prompt), torch.tensor(one.ids)) for one in read]
     log_prob = log_probs(model, pairs, 1.0, given["max_tokens"] or 1024)
@@ -88,22 +99,10 @@ def judged(
         importance = importance_of(name)
         # A copy for each token would be hundreds of forwards a solution.
         every = importance.copies is not None and importance.copies.budget <= 1
-        span_of = [math.ceil(len(one.step_R) / spans) if every else 1 for one in read]
-        ordered = scores[f"{name}, at most {spans} copies" if every else name] = [np.zeros(0)] * len(read)
-        for span in sorted({*span_of}):
-            rows = [row for row, of_row in enumerate(span_of) if of_row == span]
-            credit = oar_plugin.importance(
-                model,
-                tokenizer=tokenizer,
-                prompts=[read[row].prompt for row in rows],
-                responses=[read[row].ids for row in rows],
-                segments=pad_sequence([read[row].segments_L for row in rows], True),
-                importance=name,
-                perturbation={"span": span},
-                **given,
-            )
-            for row, score_L in zip(rows, credit.importance, strict=True):
-                ordered[row] = score_L[: len(keeps[row])][keeps[row]].numpy()
+        title = f"{name}, at most {spans} copies" if every else name
+        file = folder and folder / f"{name.rpartition(':')[2]}.pickle"
+        make = partial(_scores, model, tokenizer, read, name, spans if every else None, **given)
+        scores[title] = ordered = kept(file, made or {}, make)
         if importance.backwards:
             doubts = (-np.expm1(-of_R) for of_R in surprisal)
             scores[f"{name} x (1 - p)"] = [of_R * doubt_R for of_R, doubt_R in zip(ordered, doubts, strict=True)]
@@ -112,6 +111,30 @@ def judged(
     for name, of_all in scores.items():
         for one, of_R in zip(read, of_all, strict=True):
             yield {"credit": name, "problem": one.problem, "writer": one.writer, **judgement(of_R, one.step_R)}
+
+
+def _scores(
+    model: Any, tokenizer: Any, read: Sequence[Solution], name: str, spans: int | None, **given: Any
+) -> list[np.ndarray]:
+    """Of an importance, `[R]` a solution; where `spans` is given, each solution is cut into so many at most."""
+    found = [np.zeros(0)] * len(read)
+    span_of = [math.ceil(len(one.step_R) / spans) if spans else 1 for one in read]
+    for span in sorted({*span_of}):
+        rows = [row for row, of_row in enumerate(span_of) if of_row == span]
+        credit = oar_plugin.importance(
+            model,
+            tokenizer=tokenizer,
+            prompts=[read[row].prompt for row in rows],
+            responses=[read[row].ids for row in rows],
+            segments=pad_sequence([read[row].segments_L for row in rows], True),
+            importance=name,
+            perturbation={"span": span},
+            **given,
+        )
+        for row, score_L in zip(rows, credit.importance, strict=True):
+            keep_L = read[row].segments_L == Segment.REASONING
+            found[row] = score_L[: len(keep_L)][keep_L].numpy()
+    return found
 
 
 def judgement(score_R: np.ndarray, step_R: np.ndarray) -> dict[str, float]:

@@ -66,6 +66,8 @@ class Settings:
     """Most tokens of a forward with people's marks; as many as take 2 GiB where it is not given."""
     solutions: int | None = None
     """Of people's marks, drawn ones; all where it is not given."""
+    folder: Path | None = None
+    """With people's marks: scores of an importance stay there, and are not computed again."""
     data: Path | None = None
     """Problems for the model: a parquet file in verl's columns, as `oar data` writes them."""
     problems: int = 32
@@ -137,8 +139,10 @@ def by_people(settings: Settings, progress: Progress) -> Report:
     read, without = people.solutions(tokenizer, longest_of(model.config), settings.solutions, settings.seed)
     if not read:
         raise RuntimeError(f"--model {settings.model}: all {without} solutions are too long for it")
-    given = {"max_tokens": settings.micro_batch, "seed": settings.seed}
-    found = pd.DataFrame(people.judged(model, tokenizer, read, settings.importances, settings.spans, **given))
+    given: dict[str, Any] = {"max_tokens": settings.micro_batch, "seed": settings.seed}
+    made = {"model": settings.model, "solutions": settings.solutions, "spans": settings.spans, **given}
+    asked = settings.importances, settings.spans, settings.folder, made
+    found = pd.DataFrame(people.judged(model, tokenizer, read, *asked, **given))
     shown = [people.table(found)], people.notes(read, without, settings.spans)
     stem = f"people_{name}_{model.device.type}"
     return report(settings, found.drop(columns="problem"), "Does credit find the first wrong step?", *shown, stem)

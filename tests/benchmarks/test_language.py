@@ -102,7 +102,7 @@ def test_the_study_of_a_language_model(made, questions, monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.fidelity.study.judge", lambda *given: judged.append(given[1].task) or judge(*given))
     report = measure(settings, silent)
     assert judged == ["words"] * 2, "gsm8k is in the folder"
-    with pytest.raises(ValueError, match=r"--folder .*words_short\.pickle has other settings"):
+    with pytest.raises(ValueError, match=r"--folder: .*words_short\.pickle has other settings"):
         measure(replace(settings, seed=1), silent)
     report.machine = None
     page = report.markdown(None)

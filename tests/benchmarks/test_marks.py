@@ -62,7 +62,7 @@ def marked(text, step=None):
 STEP, LAST = "Two and two is five.", "So there are 5."
 
 
-def test_marks_of_people_are_read_in_tokens_and_judged(monkeypatch):
+def test_marks_of_people_are_read_in_tokens_and_judged(monkeypatch, tmp_path):
     texts = (
         f"One and one is two. {STEP}\nThus\n{LAST}\n",
         f"One. {STEP} The answer is 5. Done.",
@@ -82,8 +82,14 @@ def test_marks_of_people_are_read_in_tokens_and_judged(monkeypatch):
     assert [one.announced for one in read] == [False, True, True]
 
     tiny, credits = build_model(0, vocab=len(tokenizer)), ("fisher", "oar_p", "random")
-    found = pd.DataFrame(people.judged(tiny, tokenizer, read, credits, 8, max_tokens=None, seed=0))
+    found, again = (
+        pd.DataFrame(people.judged(tiny, tokenizer, read, credits, 8, tmp_path, {"one": 1}, max_tokens=None, seed=seed))
+        for seed in (0, 1)
+    )
     assert len(found) == 3 * 8
+    assert found.equals(again), "scores that were kept are not computed again"
+    with pytest.raises(ValueError, match=r"fisher\.pickle has other settings: .*'one': 1"):
+        [*people.judged(tiny, tokenizer, read, credits, 8, tmp_path, {}, max_tokens=None, seed=0)]
     means = found.groupby("credit", sort=False).mean(numeric_only=True)
     assert [*means.index][:4] == ["surprisal", "fisher", "fisher x (1 - p)", "oar_p, at most 8 copies"]
     assert means.loc["chance", "AUC"] == 0.5
