@@ -70,7 +70,7 @@ def added_estimators(importances: Sequence[str], behind: Sequence[str] = ()) -> 
     """By class, importances `<module>:<class>` that the package does not have, and `<importance>:<layer>` of `behind`.
 
     Raises:
-        ValueError: there is no such importance, it shows right answers, no gradient of it is behind a layer, or two have
+        ValueError: there is no such importance, it learns, no gradient of it is behind a layer, or two have
             one name.
     """
     layers = []
