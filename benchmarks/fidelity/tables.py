@@ -175,7 +175,8 @@ def _probes(findings: Findings) -> Table:
     names = [name for name in BY_PROBE[1:] if name in findings.estimators]
     lines = []
     for way in (MAIN, *(probe for probe in PROBES if probe != findings.probe)):
-        rows = dict(list(findings.rows(way).groupby("estimator")))
+        same = findings.rows(way).groupby([*GROUP, "estimator"]).head(findings.part)  # responses
+        rows = dict(list(same.groupby("estimator")))
         line = [findings.probe if way == MAIN else way, plus_minus(estimate(rows[REFERENCE], "own"))]
         lines.append([*line, *(plus_minus(estimate(rows[name], "overlap")) for name in names)])
     columns = "probe", f"its exact one with that of {findings.probe}", *names

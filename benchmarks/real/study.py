@@ -66,11 +66,15 @@ ON_GPU = [
     "actor_rollout_ref.rollout.agent.num_workers=1",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     "data.dataloader_num_workers=0",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
     *QUICK,
 ]
 ON_CPU = [
     "+cpu_smoke=dp",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=256",  # holds the embeddings
+    # Attention of packed rows is masked here: its cost is quadratic in the tokens of all of them.
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
 ]
 
 
@@ -150,6 +154,8 @@ def run_pair(settings: Settings, progress: Progress, on_start: Callable[[Session
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "OAR_CHECKPOINTS": str(folder)}
     environment["OAR_SMOKE"] = str(folder)  # which `+cpu_smoke` asks for
     environment["RAY_worker_register_timeout_seconds"] = "600"  # of 60: pairs start at once
+    if settings.device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(os.cpu_count())  # one process trains; Ray gives it one thread
     if settings.device == "cuda":
         environment["VERL_USE_EXTERNAL_MODULES"] = "benchmarks.real.sockets"
     words = ["launch", RECIPE, "--variant", "oar,grpo", "--seed", str(seed), "--name", NAME]
@@ -184,7 +190,6 @@ def overrides(settings: Settings) -> list[str]:
         f"{actor}.optim.lr={LEARNING_RATE}",
         f"{actor}.optim.lr_warmup_steps=-1",
         f"{actor}.ppo_mini_batch_size={settings.prompts}",
-        f"{actor}.ppo_max_token_len_per_gpu=8192",
         f"{rollout}.n={settings.n}",
         f"{rollout}.max_model_len={PROMPT_TOKENS + RESPONSE_TOKENS}",
         f"{rollout}.max_num_seqs={settings.prompts * settings.n}",
