@@ -139,6 +139,8 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
             pair = partial(run_pair, settings, progress, started.append)
             frame = pd.concat(pool.map(pair, range(1, settings.pairs + 1)))
         except BaseException:
+            for number in (signal.SIGINT, signal.SIGTERM):  # a second one would leave processes behind
+                signal.signal(number, signal.SIG_IGN)
             pool.shutdown(wait=False, cancel_futures=True)
             for session in started:
                 session.end()
