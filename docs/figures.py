@@ -84,22 +84,11 @@ def fidelity_real() -> str:
     )
     lines = []
     for label, name in names.items():
-        row, toy = real[name], toys.get(name, {})
+        row, toy = real[name], toys.get(name, {}).get("top 20 %", "")
         passes = f"{float(row['forward']) + float(row['backward']):.1f}"
-        beyond, count = row["beyond position"], row["responses"]
-        lines.append(
-            [
-                label,
-                row["top 20 %"],
-                row["Spearman"],
-                beyond,
-                passes,
-                count,
-                toy.get("top 20 %", ""),
-                toy.get("Spearman", ""),
-            ]
-        )
-    head = " importance | overlap | Spearman | beyond position | passes | responses | small models: overlap | Spearman "
+        columns = "top 20 %", "less fisher 1", "beyond position", "responses"
+        lines.append([label, *(row[column] for column in columns), passes, toy])
+    head = " importance | overlap | less `fisher` | beyond position | responses | passes | overlap on small models "
     return table(head, lines)
 
 

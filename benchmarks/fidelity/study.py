@@ -118,6 +118,7 @@ def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iter
     """What `judge` returns for each kind and length, now or when it was kept in the folder."""
     asked = settings.responses, settings.seed, settings.questions, progress
     wanted = asdict(settings) | {"tasks": (), "out": None, "folder": None}  # of which a part does not depend
+    wanted["device"] = choose_device(settings.device).type
 
     def part(kind: Any, length: str) -> Part:
         return judge(settings, language_source(writer, kind, length, *asked), progress)

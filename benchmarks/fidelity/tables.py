@@ -1,5 +1,6 @@
 """What the study says: its tables, the goals, and what a reader must know."""
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,8 +34,8 @@ TITLES = {
 }
 GROUP = ["task", "length", "model"]
 
-FEWEST = 8
-"""Responses that an interval needs."""
+FEWEST = 5
+"""Responses that an interval needs; of each kind in a source, where right and wrong ones are compared."""
 
 Part: TypeAlias = dict[str, list[dict[str, Any]]]
 """What was found on a source: rows of the lists of `Findings`."""
@@ -150,9 +151,8 @@ def tables_of(findings: Findings) -> list[Table]:
 
 
 def _main(findings: Findings) -> Table:
-    halves, again = (dict(list(findings.rows(way).groupby("estimator"))) for way in (BF16, AGAIN))
-    elsewhere = {f"top 20 %, {BF16}": (halves, "overlap"), f"itself in {BF16}": (halves, "own")}
-    elsewhere[f"itself with {AGAIN}"] = again, "own"
+    titles = {f"itself in {BF16}": BF16, f"itself with {AGAIN}": AGAIN}
+    elsewhere = {title: dict(list(findings.rows(way).groupby("estimator"))) for title, way in titles.items()}
     causal = ["causal recall"] * findings.causal
     columns = ["estimator", "Spearman", "beyond position", "top 20 %", f"less {BASELINE}", "responses", *causal]
     columns += ["forward", "backward", "time", *elsewhere]
@@ -165,7 +165,7 @@ def _main(findings: Findings) -> Table:
             *[plus_minus(row.recall)] * findings.causal,
         ]
         line += [f"{row[cost]:.1f}" for cost in ("forward", "backward", "time")]
-        line += [plus_minus(estimate(rows[name], of)) if name in rows else "" for rows, of in elsewhere.values()]
+        line += [plus_minus(estimate(rows[name], "own")) if name in rows else "" for rows in elsewhere.values()]
         lines.append(line)
     return Table("Estimators against exact OAR-P (float32)", columns, lines)
 
@@ -184,11 +184,16 @@ def _probes(findings: Findings) -> Table:
 
 
 def _split(findings: Findings, title: str, column: str, metric: str) -> Table:
-    """A column a value of `column`."""
-    values = list(findings.main[column].unique())
+    """A column a value of `column`. Of right and wrong answers, the sources that have both."""
+    found = findings.main
+    values = list(found[column].unique())
+    if column == "answer":
+        counts = found[found["estimator"] == BASELINE].groupby([*GROUP, column]).size().unstack(fill_value=0)
+        both = counts.index[counts.min(axis=1) >= FEWEST]
+        found = found[pd.MultiIndex.from_frame(found[GROUP]).isin(both)]
     lines = []
     for name in findings.summary.index:
-        mine = findings.main[findings.main["estimator"] == name]
+        mine = found[found["estimator"] == name]
         lines.append([name, *(plus_minus(estimate(mine[mine[column] == value], metric)) for value in values)])
     return Table(title, ("estimator", *values), lines)
 
@@ -211,7 +216,8 @@ def notes_of(findings: Findings, model: str | None) -> list[str]:
         "Beyond position: correlation of ranks, without the best quadratic function of the position; `position` is the place "
         "in the response, which knows nothing of the answer.",
         "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each source. They say nothing "
-        f"about other models. Below {FEWEST} responses their number stands in place of an interval.",
+        f"about other models. Below {FEWEST} responses their number stands in place of an interval. By answer: sources with at "
+        f"least {FEWEST} right and {FEWEST} wrong ones.",
         "Passes count tokens that went through the layers, over those of prompts and responses: masked copies read the prefix "
         "from a cache. A backward to the inputs alone costs about a forward. Time: seconds of all responses over those of a "
         "forward with logits, the median over sources.",
@@ -224,6 +230,6 @@ def notes_of(findings: Findings, model: str | None) -> list[str]:
             "Recall: share of the known causal tokens (results of steps) among as many top scores. In chain and lookup only "
             "the last step's are in reach of the answer once it is teacher-forced: no such score reaches 1."
         )
-    if model is not None and Path(model).name.startswith(smollm2.NAME):  # its folder too
+    if model is not None and re.fullmatch(rf"{smollm2.NAME}(-[\d.]+)?", Path(model).name):
         notes.append(smollm2.SOURCE)
     return notes

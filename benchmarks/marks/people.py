@@ -102,7 +102,7 @@ def judged(
         title = f"{name}, at most {spans} copies" if every else name
         file = folder and folder / f"{name.rpartition(':')[2]}.pickle"
         make = partial(_scores, model, tokenizer, read, name, spans if every else None, **given)
-        scores[title] = ordered = kept(file, made or {}, make)
+        scores[title] = ordered = kept(file, {**(made or {}), "importance": name}, make)
         if importance.backwards:
             doubts = (-np.expm1(-of_R) for of_R in surprisal)
             scores[f"{name} x (1 - p)"] = [of_R * doubt_R for of_R, doubt_R in zip(ordered, doubts, strict=True)]

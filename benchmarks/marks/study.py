@@ -141,6 +141,7 @@ def by_people(settings: Settings, progress: Progress) -> Report:
         raise RuntimeError(f"--model {settings.model}: all {without} solutions are too long for it")
     given: dict[str, Any] = {"max_tokens": settings.micro_batch, "seed": settings.seed}
     made = {"model": settings.model, "solutions": settings.solutions, "spans": settings.spans, **given}
+    made["device"] = model.device.type
     asked = settings.importances, settings.spans, settings.folder, made
     found = pd.DataFrame(people.judged(model, tokenizer, read, *asked, **given))
     shown = [people.table(found)], people.notes(read, without, settings.spans)

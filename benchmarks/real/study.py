@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from benchmarks.report import COLOURS, Progress, Report, Table, silent, subplots
 from benchmarks.statistics import mean_difference
 from benchmarks.tiny.verl_run import QUICK, ROOT, quoted, versions
 from benchmarks.workload import check_at_least_one
-from verl_cpu.session import TIMED_OUT, Session, run_verl
+from verl_cpu.session import TIMED_OUT, Session, run_verl, undisturbed
 
 RECIPE, NAME = "qwen2_5_0_5b_gsm8k", "real"
 VARIANTS = ("grpo", "oar")
@@ -38,11 +39,12 @@ PARTS = {
     "weight sync": "timing_s/update_weights",
     "whole step": "timing_s/step",
 }
+LARGEST = "largest difference of vLLM's probabilities"
 WATCHED = {
     "share of responses that OAR scored": "oar/scored",
     "share that fell back to GRPO": "oar/fallback/any",
     "response tokens": "response_length/mean",
-    "largest difference of vLLM's probabilities": "training/rollout_probs_diff_max",
+    LARGEST: "training/rollout_probs_diff_max",
 }
 REWARD, VALIDATION, MEMORY = "reward", "validation", "memory of the actor, GiB"
 COLUMNS = {
@@ -132,18 +134,26 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
     settings.folder.mkdir(parents=True, exist_ok=True)
     for split, problems in rows(settings.test_problems).items():
         pd.DataFrame(problems).to_parquet(settings.file(split))
-    started: list[Session] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, as Ctrl-C does
+    started, stopping = list[Session](), threading.Event()
+
+    def on_start(session: Session) -> None:
+        started.append(session)
+        if stopping.is_set():
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end what was started, as Ctrl-C does
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     with ThreadPoolExecutor(settings.parallel) as pool:
         try:
-            pair = partial(run_pair, settings, progress, started.append)
+            pair = partial(run_pair, settings, progress, on_start)
             frame = pd.concat(pool.map(pair, range(1, settings.pairs + 1)))
         except BaseException:
-            for number in (signal.SIGINT, signal.SIGTERM):  # a second one would leave processes behind
-                signal.signal(number, signal.SIG_IGN)
-            pool.shutdown(wait=False, cancel_futures=True)
-            for session in started:
-                session.end()
+            with undisturbed():  # by a second signal, which would leave processes behind
+                stopping.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                for session in started:
+                    session.end()
             raise
     return report_of(settings, frame, machine)
 
@@ -233,7 +243,7 @@ def report_of(settings: Settings, frame: pd.DataFrame, machine: dict[str, str | 
         means, ahead = (f"{mean:.3f}" for mean in of.mean()), f"{(of['oar'] > of['grpo']).sum()} of {len(of)}"
         outcome.append([name, *means, f"{estimate.value:+.3f}{interval}", ahead])
         by_pair += [[name, str(seed), f"{a:.3f}", f"{b:.3f}", f"{b - a:+.3f}"] for seed, a, b in of.itertuples()]
-    how = dict.fromkeys(PARTS, "median") | {MEMORY: "max"} | dict.fromkeys(WATCHED, "mean")
+    how = dict.fromkeys(PARTS, "median") | dict.fromkeys(WATCHED, "mean") | dict.fromkeys((MEMORY, LARGEST), "max")
     of_step = frame[step > 1].groupby("variant").agg(how).T.dropna(how="all").fillna(0.0)
     parts = [[name, *(f"{x:.3g}" for x in (a, b)), f"{b - a:+.3g}"] for name, a, b in of_step.itertuples()]
     precision = "float32" if settings.device == "cpu" else "float32 weights, bf16 arithmetic"
@@ -246,8 +256,10 @@ def report_of(settings: Settings, frame: pd.DataFrame, machine: dict[str, str | 
         f"response each at temperature 0.6. Overrides: {' '.join(settings.override) or 'none'}.",
         f"Differences are OAR less GRPO, with the interval of the paired t-test over {settings.pairs} pairs. Where it holds 0, "
         "no difference was seen; where not, it was seen for this model on this task, and says nothing about others.",
-        "A step: all but the first; seconds are medians, memory is the maximum, others are means. OAR's backward is within "
-        "log-probs, its gate within advantage. Responses to a problem with equal rewards are not scored. Pairs at a time: "
+        "A step: all but the first; seconds are medians, memory and the difference of probabilities are maxima, others means. "
+        "OAR's backward is within "
+        "log-probs, its gate within advantage. OAR's run comes first in a pair, so what the machine does in between is in the "
+        "difference of seconds. Responses to a problem with equal rewards are not scored. Pairs at a time: "
         f"{settings.parallel}.",
     ]
     plain = frame.round(7).astype(object).where(frame.notna(), None)
