@@ -1,4 +1,4 @@
-"""Pairs of real runs with SmolLM2, which `oar launch` starts: curves, what OAR reaches less GRPO, seconds and memory."""
+"""Pairs of real runs with SmolLM2, which `oar launch` starts: curves, what OAR reaches minus GRPO, seconds and memory."""
 
 import json
 import os
@@ -34,7 +34,7 @@ PARTS = {
     "generation": "timing_s/gen",
     "log-probs": "timing_s/old_log_prob",
     "advantage": "timing_s/adv",
-    "of both, OAR": "timing_s/oar",
+    "OAR's part of log-probs and advantage": "timing_s/oar",
     "update": "timing_s/update_actor",
     "weight sync": "timing_s/update_weights",
     "whole step": "timing_s/step",
@@ -218,7 +218,7 @@ def overrides(settings: Settings) -> list[str]:
 
 
 def read_run(metrics: Path) -> pd.DataFrame:
-    """`COLUMNS` by step, from 0, which is validation alone; of what was made twice, as made last. NaN: not measured."""
+    """`COLUMNS`, a row a step; step 0 is validation alone. Of a step that was logged twice, the last. NaN: not logged."""
     files = sorted(metrics.glob("start*.jsonl"), key=lambda file: file.stat().st_mtime)
     made = [json.loads(line) for file in files for line in file.read_text().split("\n")[:-1]]
     read = pd.DataFrame([one["data"] for one in made], [one["step"] for one in made])
@@ -254,10 +254,10 @@ def report_of(settings: Settings, frame: pd.DataFrame, machine: dict[str, str | 
         f"{DESCRIPTION} {settings.prompts} problems a step, {settings.n} responses to each, of at most {RESPONSE_TOKENS} "
         f"tokens; one update a step, learning rate {LEARNING_RATE:g}. Validation: {settings.test_problems} other problems, a "
         f"response each at temperature 0.6. Overrides: {' '.join(settings.override) or 'none'}.",
-        f"Differences are OAR less GRPO, with the interval of the paired t-test over {settings.pairs} pairs. Where it holds 0, "
-        "no difference was seen; where not, it was seen for this model on this task, and says nothing about others.",
-        "A step: all but the first; seconds are medians, memory and the difference of probabilities are maxima, others means. "
-        "OAR's backward is within "
+        f"Differences are OAR minus GRPO, with the interval of the paired t-test over {settings.pairs} pairs. Where it "
+        "holds 0, no difference was seen; where not, it was seen for this model on this task, and says nothing about others.",
+        "Cost of a step: all but the first; seconds are medians, memory and the difference of probabilities are maxima, others "
+        "means. OAR's backward is within "
         "log-probs, its gate within advantage. OAR's run comes first in a pair, so what the machine does in between is in the "
         "difference of seconds. Responses to a problem with equal rewards are not scored. Pairs at a time: "
         f"{settings.parallel}.",
@@ -271,8 +271,8 @@ def report_of(settings: Settings, frame: pd.DataFrame, machine: dict[str, str | 
         title=f"Real runs with {settings.model}: {settings.pairs} pairs of {settings.steps} steps",
         stem=f"real_{settings.device}",
         tables=[
-            Table("What runs reach", ("what", "GRPO", "OAR", "difference (95 %)", "OAR ahead"), outcome),
-            Table("A step", ("what", "GRPO", "OAR", "OAR adds"), parts),
+            Table("Reward and accuracy", ("what", "GRPO", "OAR", "difference (95 %)", "OAR ahead"), outcome),
+            Table("Cost of a step", ("what", "GRPO", "OAR", "OAR adds"), parts),
             Table("Each pair", ("what", "seed", "GRPO", "OAR", "difference"), by_pair),
         ],
         notes=notes,
