@@ -84,44 +84,33 @@ def fidelity_real() -> str:
     )
     lines = []
     for label, name in names.items():
-        row, toy = real[name], toys.get(name, {})
+        row, toy = real[name], toys.get(name, {}).get("top 20 %", "")
         passes = f"{float(row['forward']) + float(row['backward']):.1f}"
-        beyond, count = row["beyond position"], row["responses"]
-        lines.append(
-            [
-                label,
-                row["top 20 %"],
-                row["Spearman"],
-                beyond,
-                passes,
-                count,
-                toy.get("top 20 %", ""),
-                toy.get("Spearman", ""),
-            ]
-        )
-    head = " importance | overlap | Spearman | beyond position | passes | responses | small models: overlap | Spearman "
+        columns = "top 20 %", "minus fisher 1", "beyond position", "responses"
+        lines.append([label, *(row[column] for column in columns), passes, toy])
+    head = " importance | overlap | minus `fisher` | beyond position | responses | passes | overlap on small models "
     return table(head, lines)
 
 
 def probes_real() -> str:
     rows = rows_of(REAL, "Probes")
-    head = " probe | its exact OAR-P with that of `answer_mean` | `fisher` | `oar_g` | position "
+    head = " probe | exact OAR-P against that of `answer_mean` | `fisher` | `oar_g` | position "
     return table(head, ([f"`{probe}`", *rest] for probe, *rest in (row.values() for row in rows)))
 
 
 def people() -> str:
     (rows,) = load("people_smollm2_cpu")["tables"].values()
-    head = " credit | AUC | difference to before the step | largest of all | largest up to the step's end "
-    columns = "credit", "AUC", "difference", "largest of all", "largest so far"
+    head = " credit | AUC | minus AUC before the step | top token in step | without later tokens "
+    columns = "credit", "AUC", "difference", "top token in step", "top token in step, without later tokens"
     return table(head, ([row[column] for column in columns] for row in rows))
 
 
 def real_reached() -> str:
-    return _whole("What runs reach")
+    return _whole("Reward and accuracy")
 
 
 def real_steps() -> str:
-    return _whole("A step")
+    return _whole("Cost of a step")
 
 
 def _whole(title: str) -> str:
@@ -146,13 +135,6 @@ def marks() -> str:
     rows = ([label, *(rows[name][task].split()[0] for rows in of for task in tasks)] for label, name in names.items())
     head = " credit | results: `chain` | `parallel` | `lookup` | wrong results: `chain` | `parallel` | `lookup` "
     return table(head + "| first error: `chain` | `parallel` | `lookup` ", rows)
-
-
-def continuation() -> str:
-    tables = load("continuation_cpu")["tables"].values()
-    rows = zip(*([[row["credit"], list(row.values())[1]] for row in rows] for rows in tables), strict=True)
-    head = " credit | drops, right responses | drops, wrong | advantages, right | advantages, wrong "
-    return table(head, ([cells[0][0], *(value for _, value in cells)] for cells in rows))
 
 
 # ---- learning
@@ -493,7 +475,7 @@ def one_gpu() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
-        fidelity_real, probes_real, people, real_reached, real_steps, fidelity, marks, continuation, learning, collapse,
+        fidelity_real, probes_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
         decision_recall, rivals, contrasts, in_sentences,
         confirmation, levels, run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
         architectures, gpu_engines, gpu_peaks, one_gpu,

@@ -50,6 +50,4 @@ def cpu_environment(one_machine: bool = True) -> dict[str, str]:
         "HYDRA_FULL_ERROR": "1",
         # Log lines when they happen.
         "PYTHONUNBUFFERED": "1",
-        # vLLM renames a process by overwriting its environment, where session.py looks for its tag.
-        "SPT_NOENV": "1",
     }

@@ -71,6 +71,8 @@ class Session:
             "TMPDIR": str(self.directory),
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled)),
             "RAY_AUTH_TOKEN": self._token,
+            # vLLM renames a process by overwriting its environment, where `processes` looks for the tag.
+            "SPT_NOENV": "1",
         }
 
     def processes(self) -> list[psutil.Process]:
@@ -136,7 +138,7 @@ def _unwind(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _undisturbed() -> AbstractContextManager[None]:
+def undisturbed() -> AbstractContextManager[None]:
     """Ignore Ctrl-C and SIGTERM during a clean-up."""
     return _handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
 
@@ -149,7 +151,7 @@ def session() -> Iterator[Session]:
         try:
             yield opened
         finally:
-            with _undisturbed():
+            with undisturbed():
                 opened.end()
 
 
@@ -195,7 +197,7 @@ def run_verl(
                     on_start(opened)
                 status = _follow(driver, log, deadline, on_line)
             finally:
-                with _undisturbed():
+                with undisturbed():
                     _ask_to_end(driver)
         if attempt == ATTEMPTS or status in (0, TIMED_OUT):
             break

@@ -67,7 +67,7 @@ def package_estimators() -> dict[str, Score]:
 
 
 def added_estimators(importances: Sequence[str], behind: Sequence[str] = ()) -> dict[str, Score]:
-    """By class, importances `<module>:<class>` that the package does not have, and `<importance>:<layer>` of `behind`.
+    """Importances from outside the package, by class name, and those of `behind`, `<importance>:<layer>`.
 
     Raises:
         ValueError: there is no such importance, it learns, no gradient of it is behind a layer, or two have
@@ -83,14 +83,14 @@ def added_estimators(importances: Sequence[str], behind: Sequence[str] = ()) -> 
         layers.append((name, int(layer)))
     for path in (*importances, *(name for name, _ in layers)):
         if importance_of(path).learns:
-            raise ValueError(f"--also {path}: it learns over the steps of a training, which this study lacks")
+            raise ValueError(f"{path}: it learns over the steps of a training, which this study lacks")
     added: dict[str, Score] = {}
     for path in importances:
         added[path.rpartition(":")[2]] = partial(by_importance, importance=path)
     for name, number in layers:
         added[f"{name.rpartition(':')[2]} layer {number}"] = partial(behind_layer, number=number, importance=name)
     if len(added) < len({*importances, *layers}):
-        raise ValueError(f"--also, --behind: of {', '.join(added)} one is the name of two; rename a class")
+        raise ValueError(f"--also, --behind: two importances have one name, of {', '.join(added)}; rename a class")
     return added
 
 

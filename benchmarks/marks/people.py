@@ -8,7 +8,7 @@ is not used: it is the right one, which a wrong solution does not lead to.
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import oar_plugin
+from benchmarks.cache import cached
 from benchmarks.fidelity.scores import auc, mean_over_groups
 from benchmarks.fidelity.tables import plus_minus
-from benchmarks.kept import kept
 from benchmarks.report import Table
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
@@ -32,7 +32,7 @@ from oar_plugin.passes.plain import log_probs
 from oar_plugin.passes.tokens import TokenBytes
 
 SENTENCE = re.compile(r"(?=\S)[^\n]*?\w[^\n]*?(?:[.?!](?=\s)|\n|\Z)")
-METRICS = ("AUC", "AUC before the step", "difference", "largest of all", "largest so far")
+METRICS = ("AUC", "AUC before the step", "difference", "top token in step", "top token in step, without later tokens")
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,18 @@ def judged(
     read: Sequence[Solution],
     importances: Sequence[str],
     spans: int,
+    max_tokens: int | None,
+    seed: int,
     folder: Path | None = None,
-    made: Mapping[str, Any] | None = None,
-    **given: Any,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each credit and solution: `METRICS`. `given`: `max_tokens` and `seed` of `oar_plugin.importance`. An
-    importance's scores stay in `folder`, with the settings `made`."""
+    """A row for each credit and solution: `METRICS`. The scores of an importance are saved in `folder`."""
+    key = {
+        "model": model.name_or_path, "device": model.device.type, "spans": spans, "max_tokens": max_tokens, "seed": seed,
+        "solutions": [(one.problem, one.writer) for one in read],
+    }  # fmt: skip
     keeps = [one.segments_L == Segment.REASONING for one in read]
     pairs = [(torch.tensor(one.prompt), torch.tensor(one.ids)) for one in read]
-    log_prob = log_probs(model, pairs, 1.0, given["max_tokens"] or 1024)
+    log_prob = log_probs(model, pairs, 1.0, max_tokens or 1024)
     surprisal = [-of_L[keep_L[-len(of_L) :]].numpy() for of_L, keep_L in zip(log_prob, keeps, strict=True)]
     scores = {"surprisal": surprisal}
     for name in importances:
@@ -100,12 +103,11 @@ def judged(
         # A copy for each token would be hundreds of forwards a solution.
         every = importance.copies is not None and importance.copies.budget <= 1
         title = f"{name}, at most {spans} copies" if every else name
-        file = folder and folder / f"{name.rpartition(':')[2]}.pickle"
-        make = partial(_scores, model, tokenizer, read, name, spans if every else None, **given)
-        scores[title] = ordered = kept(file, made or {}, make)
+        compute = partial(_scores, model, tokenizer, read, name, spans if every else None, max_tokens, seed)
+        scores[title] = of_name = cached(folder, name.rpartition(":")[2], key | {"importance": name}, compute)
         if importance.backwards:
             doubts = (-np.expm1(-of_R) for of_R in surprisal)
-            scores[f"{name} x (1 - p)"] = [of_R * doubt_R for of_R, doubt_R in zip(ordered, doubts, strict=True)]
+            scores[f"{name} x (1 - p)"] = [of_R * doubt_R for of_R, doubt_R in zip(of_name, doubts, strict=True)]
     for name, slope in {"chance": 0, "control: later is higher": 1, "control: earlier is higher": -1}.items():
         scores[name] = [slope * np.arange(len(one.step_R)) for one in read]
     for name, of_all in scores.items():
@@ -114,7 +116,13 @@ def judged(
 
 
 def _scores(
-    model: Any, tokenizer: Any, read: Sequence[Solution], name: str, spans: int | None, **given: Any
+    model: Any,
+    tokenizer: Any,
+    read: Sequence[Solution],
+    name: str,
+    spans: int | None,
+    max_tokens: int | None,
+    seed: int,
 ) -> list[np.ndarray]:
     """Of an importance, `[R]` a solution; where `spans` is given, each solution is cut into so many at most."""
     found = [np.zeros(0)] * len(read)
@@ -129,7 +137,8 @@ def _scores(
             segments=pad_sequence([read[row].segments_L for row in rows], True),
             importance=name,
             perturbation={"span": span},
-            **given,
+            max_tokens=max_tokens,
+            seed=seed,
         )
         for row, score_L in zip(rows, credit.importance, strict=True):
             keep_L = read[row].segments_L == Segment.REASONING
@@ -173,8 +182,8 @@ def notes(read: Sequence[Solution], without: int, spans: int) -> list[str]:
         f"so are {opening} solutions that begin with it. Before the step: as many tokens right before it against all before "
         "these, which shows what scores that rise or fall along a solution have without knowing anything. Difference: in "
         "solutions with both.",
-        "Largest: how often the largest score of all reasoning, or of that up to the step's end, is in the step; among equals, "
-        "the share that is. Chance: the step's share of tokens.",
+        "Top token in step: how often the largest score of all reasoning, or of that up to the step's end, is in the step; "
+        "among equals, the share that is. Chance: the step's share of tokens.",
         "Means of problems' means; ±: half the width of a 95 % percentile bootstrap over problems. Other models may differ.",
         f"p: probability of a token for the model under test; surprisal: -log p. At most {spans} copies: `oar_p` replaces "
         "spans of equal length, `hybrid` 30 % of these.",

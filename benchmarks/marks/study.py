@@ -67,7 +67,7 @@ class Settings:
     solutions: int | None = None
     """Of people's marks, drawn ones; all where it is not given."""
     folder: Path | None = None
-    """With people's marks: scores of an importance stay there, and are not computed again."""
+    """With people's marks: scores of an importance are saved there, and an interrupted study resumes."""
     data: Path | None = None
     """Problems for the model: a parquet file in verl's columns, as `oar data` writes them."""
     problems: int = 32
@@ -91,7 +91,7 @@ class Settings:
                 f"--model {self.model}: needs --by people, or --by continuation and --data FILE.parquet, a file that exists"
             )
         if self.by == "people" and not (self.model and find_spec("champ_dataset")):
-            raise ValueError("--by people needs --model MODEL and the marks: pip install champ-dataset==1.0.0")
+            raise ValueError("--by people needs --model MODEL and the extra [language]")
         for name in self.importances:
             importance_of(name)
 
@@ -139,10 +139,8 @@ def by_people(settings: Settings, progress: Progress) -> Report:
     read, without = people.solutions(tokenizer, longest_of(model.config), settings.solutions, settings.seed)
     if not read:
         raise RuntimeError(f"--model {settings.model}: all {without} solutions are too long for it")
-    given: dict[str, Any] = {"max_tokens": settings.micro_batch, "seed": settings.seed}
-    made = {"model": settings.model, "solutions": settings.solutions, "spans": settings.spans, **given}
-    asked = settings.importances, settings.spans, settings.folder, made
-    found = pd.DataFrame(people.judged(model, tokenizer, read, *asked, **given))
+    asked = settings.importances, settings.spans, settings.micro_batch, settings.seed, settings.folder
+    found = pd.DataFrame(people.judged(model, tokenizer, read, *asked))
     shown = [people.table(found)], people.notes(read, without, settings.spans)
     stem = f"people_{name}_{model.device.type}"
     return report(settings, found.drop(columns="problem"), "Does credit find the first wrong step?", *shown, stem)

@@ -1,9 +1,10 @@
-"""Pairs of real runs with SmolLM2, which `oar launch` starts: curves, what OAR reaches less GRPO, seconds and memory."""
+"""Pairs of real runs with SmolLM2, which `oar launch` starts: curves, what OAR reaches minus GRPO, seconds and memory."""
 
 import json
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from benchmarks.report import COLOURS, Progress, Report, Table, silent, subplots
 from benchmarks.statistics import mean_difference
 from benchmarks.tiny.verl_run import QUICK, ROOT, quoted, versions
 from benchmarks.workload import check_at_least_one
-from verl_cpu.session import TIMED_OUT, Session, run_verl
+from verl_cpu.session import TIMED_OUT, Session, run_verl, undisturbed
 
 RECIPE, NAME = "qwen2_5_0_5b_gsm8k", "real"
 VARIANTS = ("grpo", "oar")
@@ -33,16 +34,17 @@ PARTS = {
     "generation": "timing_s/gen",
     "log-probs": "timing_s/old_log_prob",
     "advantage": "timing_s/adv",
-    "of both, OAR": "timing_s/oar",
+    "OAR's part of log-probs and advantage": "timing_s/oar",
     "update": "timing_s/update_actor",
     "weight sync": "timing_s/update_weights",
     "whole step": "timing_s/step",
 }
+LARGEST = "largest difference of vLLM's probabilities"
 WATCHED = {
     "share of responses that OAR scored": "oar/scored",
     "share that fell back to GRPO": "oar/fallback/any",
     "response tokens": "response_length/mean",
-    "largest difference of vLLM's probabilities": "training/rollout_probs_diff_max",
+    LARGEST: "training/rollout_probs_diff_max",
 }
 REWARD, VALIDATION, MEMORY = "reward", "validation", "memory of the actor, GiB"
 COLUMNS = {
@@ -66,11 +68,15 @@ ON_GPU = [
     "actor_rollout_ref.rollout.agent.num_workers=1",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     "data.dataloader_num_workers=0",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
     *QUICK,
 ]
 ON_CPU = [
     "+cpu_smoke=dp",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=256",  # holds the embeddings
+    # Attention of packed rows is masked here: its cost is quadratic in the tokens of all of them.
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=1024",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
 ]
 
 
@@ -128,16 +134,26 @@ def measure(settings: Settings, progress: Progress = silent) -> Report:
     settings.folder.mkdir(parents=True, exist_ok=True)
     for split, problems in rows(settings.test_problems).items():
         pd.DataFrame(problems).to_parquet(settings.file(split))
-    started: list[Session] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, as Ctrl-C does
+    started, stopping = list[Session](), threading.Event()
+
+    def on_start(session: Session) -> None:
+        started.append(session)
+        if stopping.is_set():
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end what was started, as Ctrl-C does
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
     with ThreadPoolExecutor(settings.parallel) as pool:
         try:
-            pair = partial(run_pair, settings, progress, started.append)
+            pair = partial(run_pair, settings, progress, on_start)
             frame = pd.concat(pool.map(pair, range(1, settings.pairs + 1)))
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for session in started:
-                session.end()
+            with undisturbed():  # by a second signal, which would leave processes behind
+                stopping.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                for session in started:
+                    session.end()
             raise
     return report_of(settings, frame, machine)
 
@@ -150,6 +166,8 @@ def run_pair(settings: Settings, progress: Progress, on_start: Callable[[Session
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "OAR_CHECKPOINTS": str(folder)}
     environment["OAR_SMOKE"] = str(folder)  # which `+cpu_smoke` asks for
     environment["RAY_worker_register_timeout_seconds"] = "600"  # of 60: pairs start at once
+    if settings.device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(os.cpu_count())  # one process trains; Ray gives it one thread
     if settings.device == "cuda":
         environment["VERL_USE_EXTERNAL_MODULES"] = "benchmarks.real.sockets"
     words = ["launch", RECIPE, "--variant", "oar,grpo", "--seed", str(seed), "--name", NAME]
@@ -184,7 +202,6 @@ def overrides(settings: Settings) -> list[str]:
         f"{actor}.optim.lr={LEARNING_RATE}",
         f"{actor}.optim.lr_warmup_steps=-1",
         f"{actor}.ppo_mini_batch_size={settings.prompts}",
-        f"{actor}.ppo_max_token_len_per_gpu=8192",
         f"{rollout}.n={settings.n}",
         f"{rollout}.max_model_len={PROMPT_TOKENS + RESPONSE_TOKENS}",
         f"{rollout}.max_num_seqs={settings.prompts * settings.n}",
@@ -201,7 +218,7 @@ def overrides(settings: Settings) -> list[str]:
 
 
 def read_run(metrics: Path) -> pd.DataFrame:
-    """`COLUMNS` by step, from 0, which is validation alone; of what was made twice, as made last. NaN: not measured."""
+    """`COLUMNS`, a row a step; step 0 is validation alone. Of a step that was logged twice, the last. NaN: not logged."""
     files = sorted(metrics.glob("start*.jsonl"), key=lambda file: file.stat().st_mtime)
     made = [json.loads(line) for file in files for line in file.read_text().split("\n")[:-1]]
     read = pd.DataFrame([one["data"] for one in made], [one["step"] for one in made])
@@ -226,7 +243,7 @@ def report_of(settings: Settings, frame: pd.DataFrame, machine: dict[str, str | 
         means, ahead = (f"{mean:.3f}" for mean in of.mean()), f"{(of['oar'] > of['grpo']).sum()} of {len(of)}"
         outcome.append([name, *means, f"{estimate.value:+.3f}{interval}", ahead])
         by_pair += [[name, str(seed), f"{a:.3f}", f"{b:.3f}", f"{b - a:+.3f}"] for seed, a, b in of.itertuples()]
-    how = dict.fromkeys(PARTS, "median") | {MEMORY: "max"} | dict.fromkeys(WATCHED, "mean")
+    how = dict.fromkeys(PARTS, "median") | dict.fromkeys(WATCHED, "mean") | dict.fromkeys((MEMORY, LARGEST), "max")
     of_step = frame[step > 1].groupby("variant").agg(how).T.dropna(how="all").fillna(0.0)
     parts = [[name, *(f"{x:.3g}" for x in (a, b)), f"{b - a:+.3g}"] for name, a, b in of_step.itertuples()]
     precision = "float32" if settings.device == "cpu" else "float32 weights, bf16 arithmetic"
@@ -237,10 +254,12 @@ def report_of(settings: Settings, frame: pd.DataFrame, machine: dict[str, str | 
         f"{DESCRIPTION} {settings.prompts} problems a step, {settings.n} responses to each, of at most {RESPONSE_TOKENS} "
         f"tokens; one update a step, learning rate {LEARNING_RATE:g}. Validation: {settings.test_problems} other problems, a "
         f"response each at temperature 0.6. Overrides: {' '.join(settings.override) or 'none'}.",
-        f"Differences are OAR less GRPO, with the interval of the paired t-test over {settings.pairs} pairs. Where it holds 0, "
-        "no difference was seen; where not, it was seen for this model on this task, and says nothing about others.",
-        "A step: all but the first; seconds are medians, memory is the maximum, others are means. OAR's backward is within "
-        "log-probs, its gate within advantage. Responses to a problem with equal rewards are not scored. Pairs at a time: "
+        f"Differences are OAR minus GRPO, with the interval of the paired t-test over {settings.pairs} pairs. Where it "
+        "holds 0, no difference was seen; where not, it was seen for this model on this task, and says nothing about others.",
+        "Cost of a step: all but the first; seconds are medians, memory and the difference of probabilities are maxima, others "
+        "means. OAR's backward is within "
+        "log-probs, its gate within advantage. OAR's run comes first in a pair, so what the machine does in between is in the "
+        "difference of seconds. Responses to a problem with equal rewards are not scored. Pairs at a time: "
         f"{settings.parallel}.",
     ]
     plain = frame.round(7).astype(object).where(frame.notna(), None)
@@ -252,8 +271,8 @@ def report_of(settings: Settings, frame: pd.DataFrame, machine: dict[str, str | 
         title=f"Real runs with {settings.model}: {settings.pairs} pairs of {settings.steps} steps",
         stem=f"real_{settings.device}",
         tables=[
-            Table("What runs reach", ("what", "GRPO", "OAR", "difference (95 %)", "OAR ahead"), outcome),
-            Table("A step", ("what", "GRPO", "OAR", "OAR adds"), parts),
+            Table("Reward and accuracy", ("what", "GRPO", "OAR", "difference (95 %)", "OAR ahead"), outcome),
+            Table("Cost of a step", ("what", "GRPO", "OAR", "OAR adds"), parts),
             Table("Each pair", ("what", "seed", "GRPO", "OAR", "difference"), by_pair),
         ],
         notes=notes,

@@ -10,10 +10,18 @@ import torch
 
 from benchmarks.fidelity.estimators import REFERENCE, added_estimators, counted_work, package_estimators
 from benchmarks.fidelity.responses import Batch, Response, Source
-from benchmarks.fidelity.scores import auc, causal_recall, mean_over_groups, rank_correlation, top_overlap
+from benchmarks.fidelity.scores import (
+    auc,
+    beyond_position,
+    causal_recall,
+    mean_over_groups,
+    rank_correlation,
+    top_overlap,
+)
 from benchmarks.fidelity.study import Settings, judge, report_on
-from benchmarks.fidelity.tables import BASELINE
+from benchmarks.fidelity.tables import BASELINE, plus_minus
 from benchmarks.report import silent
+from benchmarks.statistics import Estimate
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.words import PAD
 
@@ -58,6 +66,7 @@ def test_rank_correlation_overlap_recall_and_auc():
     assert rank_correlation(score, reference) == pytest.approx(4.5 / math.sqrt(4.5 * 5.0))
     assert rank_correlation(torch.ones(4), reference) == 0.0
     assert math.isnan(rank_correlation(score, torch.ones(4)))
+    assert beyond_position(torch.arange(9.0), torch.arange(9.0).square()) == 0
     ten = torch.arange(10.0)
     assert top_overlap(ten.where(ten > 0, 99.0), ten) == 0.5
     keep, causal = torch.tensor([[True, True, True, True, False]]), torch.tensor([[False, True, True, False, False]])
@@ -72,6 +81,7 @@ def test_intervals_hold_groups_together():
     assert (mean.value, mean.count) == (pytest.approx(0.5), 80)
     assert mean.high - mean.low < 0.05
     assert math.isnan(mean_over_groups([[math.nan]]).value)
+    assert [plus_minus(Estimate(0.5, 0.4, 0.6, count)) for count in (0, 4, 5)] == ["", "0.50 (4)", "0.50 ± 0.10"]
 
 
 def test_the_report_has_every_estimator(monkeypatch):

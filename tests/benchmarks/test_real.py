@@ -45,11 +45,11 @@ def test_the_page_has_differences_by_pair_and_seconds_without_the_first_step(tmp
             of[VALIDATION] = [0.5, float("nan"), float("nan"), 0.75]
             frames.append(of.assign(seed=seed, variant=variant))
     report = study.report_of(Settings(pairs=2, steps=3), pd.concat(frames), {})
-    outcome, parts, pairs = ({tuple(row[:1]): row[1:] for row in table.rows} for table in report.tables)
-    assert outcome["reward, all steps",] == ["0.400", "0.467", "+0.067 (-0.357 to +0.490)", "2 of 2"]
-    assert outcome["validation, before",][:3] == ["0.500", "0.500", "+0.000"]
-    assert parts["update",] == ["1.5", "1.5", "+0"]
-    assert pairs["reward, all steps",] == ["2", "0.400", "0.500", "+0.100"]
+    outcome, parts, pairs = ({row[0]: row[1:] for row in table.rows} for table in report.tables)
+    assert outcome["reward, all steps"] == ["0.400", "0.467", "+0.067 (-0.357 to +0.490)", "2 of 2"]
+    assert outcome["validation, before"][:3] == ["0.500", "0.500", "+0.000"]
+    assert parts["update"] == ["1.5", "1.5", "+0"]
+    assert pairs["reward, all steps"] == ["2", "0.400", "0.500", "+0.100"]
     assert json.loads(report.to_json())["runs"]["runs"][0][REWARD] == [None, 0.2, 0.4, 0.6]
     assert {path.name for path in report.write(tmp_path)} == {"real_cpu.md", "real_cpu.json", "real_cpu.png"}
 

@@ -5,7 +5,8 @@ With the probe's distribution `p` and a random sign vector `u` (each row of AS-J
     c = sqrt(p) u - p <sqrt(p), u>        J = sum_v c_v z_v        I_t = ||dJ / de_t||^2
 
 The expectation of `I_t` is the trace of token `t`'s block of the answer's Fisher information. Not in the paper. It agrees with
-exact OAR-P better than OAR-G does (`benchmarks/results/fidelity_cpu.md`), and needs no noise, which bf16 rounding can hide.
+exact OAR-P better than OAR-G does, and needs no noise, which bf16 rounding can hide
+(`benchmarks/results/fidelity_smollm2_cpu.md`).
 """
 
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Exact OAR-P (`oar_p`) for the tokens with the largest Fisher norm (`fisher`), a calibrated estimate for the others.
 
 The gradient comes from the log-prob pass, when rollout engines have freed their weights, so the actor runs the copies. They
-bring it nearer to exact OAR-P than `fisher` alone is (`benchmarks/results/fidelity_cpu.md`).
+bring it nearer to exact OAR-P than `fisher` alone is (`benchmarks/results/fidelity_smollm2_cpu.md`).
 """
 
 from collections.abc import Iterator, Mapping
