@@ -70,7 +70,7 @@ def fidelity_real() -> str:
         "`hybrid`, budget 0.3": "hybrid 0.3",
         "`oar_p`, sampled replacements": "oar_p sampled",
         "**position: the later, the more**": "position",
-        "`fisher` at the hidden states behind layer 8 of 30": "fisher layer 8",
+        "`fisher` at the output of layer 8 of 30": "fisher layer 8",
         "`span_masking`": "span_masking",
         "**`fisher`** (default)": "fisher 1",
         "`grail`": "grail 1",
@@ -102,19 +102,20 @@ def people() -> str:
     (rows,) = load("people_smollm2_cpu")["tables"].values()
     head = " credit | AUC | minus AUC before the step | top token in step | without later tokens "
     columns = "credit", "AUC", "difference", "top token in step", "top token in step, without later tokens"
-    return table(head, ([row[column] for column in columns] for row in rows))
+    shown = [row for row in rows if "control" not in row["credit"] and "(1 - p)" not in row["credit"]]
+    return table(head, ([row[column] for column in columns] for row in shown))
 
 
 def real_reached() -> str:
-    return _whole("Reward and accuracy")
+    return _whole(rows_of("real_cpu", "Reward and accuracy"))
 
 
 def real_steps() -> str:
-    return _whole("Cost of a step")
+    names = "log-probs", "OAR's part", "update", "whole step", "memory", "share of responses"
+    return _whole([row for row in rows_of("real_cpu", "Cost of a step") if row["what"].startswith(names)])
 
 
-def _whole(title: str) -> str:
-    rows = rows_of("real_cpu", title)
+def _whole(rows: list[dict[str, str]]) -> str:
     return table(f" {' | '.join(rows[0])} ", (row.values() for row in rows))
 
 
@@ -209,11 +210,6 @@ def decision_recall() -> str:
     return f"Over a run the recall of results by `decision` is {min(shares)} to {max(shares)}.\n"
 
 
-CONTRASTS = {
-    "oracle: the wrong results are known": "blame",
-    "`contrast` (RLSD)": "contrast",
-    "`contrast_own` (RLCSD)": "contrast_own",
-}
 RIVALS = {
     "oracle: the wrong results are known": "blame",
     "`fisher`, `two_level` (default)": "fisher",
@@ -230,11 +226,6 @@ def rivals() -> str:
     return of_two_tasks(
         "learning_rivals", {"parallel_2": "`parallel`, two steps", "chain_2": "`chain`, two steps"}, RIVALS
     )
-
-
-def contrasts() -> str:
-    tasks = {"parallel_2_shown": "`parallel_2_shown`", "chain_2_shown": "`chain_2_shown`"}
-    return of_two_tasks("learning_contrast", tasks, CONTRASTS)
 
 
 def of_two_tasks(stem: str, tasks: dict[str, str], labels: dict[str, str]) -> str:
@@ -282,26 +273,6 @@ def confirmation() -> str:
         for task, share in shares.items()
     ]
     return table(" share of right demonstrations | `fisher` minus GRPO (95 %) | pairs ahead | p | oracle ", rows)
-
-
-def levels() -> str:
-    """A row for each level of each factor of the two plans that has trainings of several models."""
-    found = {}
-    names = ("blame", "fisher", "decision", "random")
-    for stem in ("learning_where", "learning_factors", "learning_success"):
-        for title, rows in load(stem)["tables"].items():
-            factor, _, rest = title.partition(": mean reward minus")
-            there = [row for row in rows if rest and "(" in row["blame"]]
-            for row in there if len(there) > 1 else ():
-                found[f"{factor}: {row['level']}"] = [
-                    row.get(name, "").split()[0] if row.get(name) else "" for name in names
-                ]
-    return table(
-        " factor: level | oracle | `fisher` | `decision` | random ", ([level, *row] for level, row in found.items())
-    )
-
-
-# ---- cost
 
 
 def run_cost() -> str:
@@ -476,8 +447,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
         fidelity_real, probes_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
-        decision_recall, rivals, contrasts, in_sentences,
-        confirmation, levels, run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
+        decision_recall, rivals, in_sentences,
+        confirmation, run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
         architectures, gpu_engines, gpu_peaks, one_gpu,
     )
 }  # fmt: skip

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 KINDS = ("words", "arithmetic", "gsm8k")
 
@@ -33,6 +33,12 @@ def chat(shown: Sequence[Solved], asked: str) -> list[dict[str, str]]:
     """Few-shot examples as turns, which show how an answer ends, then the question."""
     texts = [*(text for solved in shown for text in solved), asked]
     return [{"role": ("user", "assistant")[turn % 2], "content": text} for turn, text in enumerate(texts)]
+
+
+def row(source: str, prompt: list[dict[str, str]], answer: int, **more: Any) -> dict[str, Any]:
+    """verl's columns of a problem, as `oar data` writes them; `more`: its `extra_info`."""
+    rule = {"style": "rule", "ground_truth": str(answer)}
+    return {"data_source": source, "prompt": prompt, "ability": "math", "reward_model": rule, "extra_info": more}
 
 
 def solved_sum(numbers: Sequence[int]) -> Solved:

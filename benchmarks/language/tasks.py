@@ -8,7 +8,7 @@ import random
 from itertools import product
 from typing import Any
 
-from benchmarks.language.problems import chat, solved_sum
+from benchmarks.language.problems import chat, row, solved_sum
 
 SOURCE = "sums"
 DESCRIPTION = "Sums of three numbers from 2 to 9, after four few-shot examples."
@@ -27,13 +27,5 @@ def rows(tests: int) -> dict[str, list[dict[str, Any]]]:
     for index, numbers in enumerate(ALL[EXAMPLES:]):
         split = "test" if index < tests else "train"
         prompt = chat(examples, solved_sum(numbers)[0])
-        found[split].append(
-            {
-                "data_source": SOURCE,
-                "prompt": prompt,
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": str(sum(numbers))},
-                "extra_info": {"index": index, "split": split},
-            }
-        )
+        found[split].append(row(SOURCE, prompt, sum(numbers), index=index, split=split))
     return found
