@@ -40,54 +40,44 @@ def rows_of(stem: str, start: str) -> list[dict[str, str]]:
 # ---- fidelity and marks
 
 
+REAL, TOYS = "fidelity_smollm2_cpu", "fidelity_cpu"
+ESTIMATORS = {
+    "oar_p": "`oar_p` (exact)",
+    "hybrid 0.3": "`hybrid`, budget 0.3",
+    "position": "**position: the later, the more**",
+    "oar_p sampled": "`oar_p`, sampled replacements",
+    "fisher layer 8": "`fisher` at the output of layer 8 of 30",
+    "fisher 1": "**`fisher`** (default)",
+    "grail 1": "`grail`",
+    "oar_g 1": "`oar_g` (published)",
+    "span_masking": "`span_masking`",
+    "decision 1": "`decision`",
+    "random": "random",
+    "entropy": "`entropy`",
+}
+
+
+def estimators(stem: str) -> dict[str, dict[str, str]]:
+    """Those that are shown, by label, in the page's order: the largest overlap first."""
+    rows = rows_of(stem, "Estimators against exact OAR-P")
+    return {ESTIMATORS[row["estimator"]]: row for row in rows if row["estimator"] in ESTIMATORS}
+
+
 def fidelity() -> str:
-    names = {
-        "`oar_p` (exact)": "oar_p",
-        "`oar_p`, sampled replacements": "oar_p sampled",
-        "`hybrid`, budget 0.5": "hybrid 0.5",
-        "`hybrid`, budget 0.3": "hybrid 0.3",
-        "**`fisher`** (default)": "fisher 1",
-        "`decision`": "decision 1",
-        "`oar_g` (published)": "oar_g 1",
-        "`grail`": "grail 1",
-        "`span_masking`": "span_masking",
-        "random": "random",
-    }
-    rows = {row["estimator"]: row for row in rows_of("fidelity_cpu", "Estimators against exact OAR-P")}
     columns = "top 20 %", "Spearman", "causal recall", "forward", "backward", "top 20 %, bfloat16"
     head = " importance | overlap | Spearman | causal tokens recalled | forwards | backwards | overlap in bf16 "
-    count = f"{load('fidelity_cpu')['notes'][0].split(',')[0]} of {len(load('fidelity_cpu')['runs']['models'])} models."
-    lines = ([label, *(rows[name][column] for column in columns)] for label, name in names.items())
+    count = f"{load(TOYS)['notes'][0].split(',')[0]} of {len(load(TOYS)['runs']['models'])} models."
+    lines = ([label, *(row[column] for column in columns)] for label, row in estimators(TOYS).items())
     return f"{table(head, lines)}\n{count}\n"
-
-
-REAL = "fidelity_smollm2_cpu"
 
 
 def fidelity_real() -> str:
     """Of a real model, beside the small ones where they have it."""
-    names = {
-        "`hybrid`, budget 0.3": "hybrid 0.3",
-        "`oar_p`, sampled replacements": "oar_p sampled",
-        "**position: the later, the more**": "position",
-        "`fisher` at the output of layer 8 of 30": "fisher layer 8",
-        "`span_masking`": "span_masking",
-        "**`fisher`** (default)": "fisher 1",
-        "`grail`": "grail 1",
-        "`oar_g` (published)": "oar_g 1",
-        "random": "random",
-        "`decision`": "decision 1",
-        "`entropy`": "entropy",
-    }
-    real, toys = (
-        {row["estimator"]: row for row in rows_of(stem, "Estimators against")} for stem in (REAL, "fidelity_cpu")
-    )
-    lines = []
-    for label, name in names.items():
-        row, toy = real[name], toys.get(name, {}).get("top 20 %", "")
+    toys, lines = estimators(TOYS), []
+    for label, row in estimators(REAL).items():
+        shown = [row[column] for column in ("top 20 %", "minus fisher 1", "beyond position", "responses")]
         passes = f"{float(row['forward']) + float(row['backward']):.1f}"
-        columns = "top 20 %", "minus fisher 1", "beyond position", "responses"
-        lines.append([label, *(row[column] for column in columns), passes, toy])
+        lines.append([label, *shown, passes, toys.get(label, {}).get("top 20 %", "")])
     head = " importance | overlap | minus `fisher` | beyond position | responses | passes | overlap on small models "
     return table(head, lines)
 
@@ -223,19 +213,15 @@ RIVALS = {
 
 
 def rivals() -> str:
-    return of_two_tasks(
-        "learning_rivals", {"parallel_2": "`parallel`, two steps", "chain_2": "`chain`, two steps"}, RIVALS
-    )
+    stem, tasks = "learning_rivals", {"parallel_2": "`parallel`, two steps", "chain_2": "`chain`, two steps"}
 
-
-def of_two_tasks(stem: str, tasks: dict[str, str], labels: dict[str, str]) -> str:
     def cells(name: str, task: str) -> list[str]:
         row = against_grpo(stem, task)[name]
         (cost,) = (row for row in rows_of(stem, f"{task}: gain at equal cost") if row["method"] == name)
         gained = f"**{row[GAIN]}**" if row["verdict"] in ("**faster**", "**slower**") else row[GAIN]
         return [gained, cost["at equal FLOPs"].split()[0], row["fell apart"]]
 
-    rows = [[label, *(cell for task in tasks for cell in cells(name, task))] for label, name in labels.items()]
+    rows = [[label, *(cell for task in tasks for cell in cells(name, task))] for label, name in RIVALS.items()]
     head = " credit |" + "|".join(f" {title} | equal FLOPs | fell apart " for title in tasks.values())
     grpo = (f"{against_grpo(stem, task)['grpo'][key]}" for key in ("mean reward", "fell apart") for task in tasks)
     return table(head, rows) + "\nGRPO: mean reward {} and {}; {} and {} trainings fell apart.\n".format(*grpo)
@@ -273,6 +259,9 @@ def confirmation() -> str:
         for task, share in shares.items()
     ]
     return table(" share of right demonstrations | `fisher` minus GRPO (95 %) | pairs ahead | p | oracle ", rows)
+
+
+# ---- cost
 
 
 def run_cost() -> str:

@@ -1,9 +1,9 @@
 """All settings of OAR and their defaults, validated when a run starts. In a verl run they are below `algorithm.oar`.
 
 The defaults are the paper's (arXiv 2601.07408), except for importance and gate; the preset `oar=published` has the paper's.
-Of the importances with one backward, `fisher` agrees best with exact OAR-P (`benchmarks/results/fidelity_smollm2_cpu.md`).
-Under the paper's gate one outlier makes the other weights nearly even (`benchmarks/results/gate_edges.md`). What both do for
-learning is in `docs/evidence/studies.md`.
+Of the importances with one backward and no copies, `fisher` agrees best with exact OAR-P
+(`benchmarks/results/fidelity_smollm2_cpu.md`). Under the paper's gate one outlier makes the other weights nearly even
+(`benchmarks/results/gate_edges.md`). What both do for learning is in `docs/evidence/studies.md`.
 """
 
 import difflib

@@ -84,9 +84,7 @@ def added_estimators(importances: Sequence[str], behind: Sequence[str] = ()) -> 
     for path in (*importances, *(name for name, _ in layers)):
         if importance_of(path).learns:
             raise ValueError(f"{path}: it learns over the steps of a training, which this study lacks")
-    added: dict[str, Score] = {}
-    for path in importances:
-        added[path.rpartition(":")[2]] = partial(by_importance, importance=path)
+    added: dict[str, Score] = {path.rpartition(":")[2]: partial(by_importance, importance=path) for path in importances}
     for name, number in layers:
         added[f"{name.rpartition(':')[2]} layer {number}"] = partial(behind_layer, number=number, importance=name)
     if len(added) < len({*importances, *layers}):

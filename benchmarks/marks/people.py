@@ -89,13 +89,16 @@ def judged(
     folder: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for each credit and solution: `METRICS`. The scores of an importance are saved in `folder`."""
+    solutions_read = [(one.problem, one.writer) for one in read]
     key = {
-        "model": model.name_or_path, "device": model.device.type, "spans": spans, "max_tokens": max_tokens, "seed": seed,
-        "solutions": [(one.problem, one.writer) for one in read],
-    }  # fmt: skip
+        "model": model.name_or_path,
+        "device": model.device.type,
+        "max_tokens": max_tokens,
+        "solutions": solutions_read,
+    }
     keeps = [one.segments_L == Segment.REASONING for one in read]
     pairs = [(torch.tensor(one.prompt), torch.tensor(one.ids)) for one in read]
-    log_prob = log_probs(model, pairs, 1.0, max_tokens or 1024)
+    log_prob = cached(folder, "log_probs", key, partial(log_probs, model, pairs, 1.0, max_tokens or 1024))
     surprisal = [-of_L[keep_L[-len(of_L) :]].numpy() for of_L, keep_L in zip(log_prob, keeps, strict=True)]
     scores = {"surprisal": surprisal}
     for name in importances:
@@ -104,7 +107,8 @@ def judged(
         every = importance.copies is not None and importance.copies.budget <= 1
         title = f"{name}, at most {spans} copies" if every else name
         compute = partial(_scores, model, tokenizer, read, name, spans if every else None, max_tokens, seed)
-        scores[title] = of_name = cached(folder, name.rpartition(":")[2], key | {"importance": name}, compute)
+        asked = key | {"importance": name, "spans": spans, "seed": seed}
+        scores[title] = of_name = cached(folder, name.rpartition(":")[2], asked, compute)
         if importance.backwards:
             doubts = (-np.expm1(-of_R) for of_R in surprisal)
             scores[f"{name} x (1 - p)"] = [of_R * doubt_R for of_R, doubt_R in zip(of_name, doubts, strict=True)]

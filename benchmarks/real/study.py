@@ -257,9 +257,9 @@ def report_of(settings: Settings, frame: pd.DataFrame, machine: dict[str, str | 
         f"Differences are OAR minus GRPO, with the interval of the paired t-test over {settings.pairs} pairs. Where it "
         "holds 0, no difference was seen; where not, it was seen for this model on this task, and says nothing about others.",
         "Cost of a step: all but the first; seconds are medians, memory and the difference of probabilities are maxima, others "
-        "means. OAR's backward is within "
-        "log-probs, its gate within advantage. OAR's run comes first in a pair, so what the machine does in between is in the "
-        "difference of seconds. Responses to a problem with equal rewards are not scored. Pairs at a time: "
+        "means. OAR's backward is within log-probs, its gate within advantage. OAR's run comes first in a pair, so what the "
+        "machine does in between is in the difference of seconds. Responses to a problem with equal rewards are not scored. "
+        "Pairs at a time: "
         f"{settings.parallel}.",
     ]
     plain = frame.round(7).astype(object).where(frame.notna(), None)
