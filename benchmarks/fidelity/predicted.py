@@ -1,10 +1,10 @@
 """Scores that are predicted from hidden states, against exact OAR-P: how many responses must be scored?
 
-A ridge regression of the package is fitted on the scores of some responses, and judged on all others. Parts of the responses
-take turns to be the ones that it is fitted on.
+The package's regression is fitted on the scores of one part of the responses, and judged on another part, so that each
+response is judged once.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,60 +12,67 @@ from torch import Tensor, nn
 
 from benchmarks.fidelity.estimators import REFERENCE
 from benchmarks.fidelity.responses import Response
-from benchmarks.fidelity.scores import judged
+from benchmarks.fidelity.scores import judged, top_overlap
+from benchmarks.fidelity.tables import BASELINE, MAIN, Rows
 from oar_plugin.credit.regression import SCORE_FEATURES, Regression, of_score, projected
 from oar_plugin.passes.prediction import LEAST, RIDGE
 
-PREDICTED = (REFERENCE, "fisher 1")
-"""What is predicted."""
-SHARES = {"1 in 4": 4, "1 in 8": 8, "1 in 16": 16, "1 in 32": 32}
-"""Responses that are scored."""
+SCORED = {
+    **{f"oar_p, 1 in {parts} scored": (REFERENCE, parts, slice(None)) for parts in (4, 8, 16)},
+    f"{BASELINE.split()[0]}, 1 in 8 scored": (BASELINE, 8, slice(None)),
+    # Without hidden states.
+    "control: place and doubt": (REFERENCE, 8, slice(SCORE_FEATURES - 4, None)),
+}
+"""By name: what is predicted, one in how many responses it is fitted on, and the columns that it sees."""
+CPU = torch.device("cpu")
 
 
 @torch.no_grad()
 def features(model: Any, response: Response) -> Tensor:
     """Of each reasoning token, float32 `[R, F]`, as the passes make them."""
-    token_1T = response.token_T[None].to(model.device)
+    device, at_R = next(model.parameters()).device, response.reasoning_R
+    token_1T = response.token_T[None].to(device)
     out = model(token_1T, output_hidden_states=True)
-    hidden_TP = projected(out.hidden_states[-1][0])
-    log_prob_T = out.logits[0, :-1].log_softmax(-1).gather(-1, token_1T[0, 1:, None])[:, 0]
-    at_R = response.reasoning_R
-    place_R = torch.linspace(-1, 1, len(at_R), device=hidden_TP.device)
-    return of_score(hidden_TP[at_R], hidden_TP[at_R - 1], -torch.expm1(log_prob_T[at_R - 1]), place_R).cpu()
+    hidden_TP = projected(out.hidden_states[-1][0]).cpu()
+    log_prob_T = out.logits[0, :-1].float().log_softmax(-1).gather(-1, token_1T[0, 1:, None])[:, 0].cpu()
+    place_R = torch.linspace(-1, 1, len(at_R))
+    return of_score(hidden_TP[at_R], hidden_TP[at_R - 1], -torch.expm1(log_prob_T[at_R - 1]), place_R)
 
 
-def target(score_R: Tensor) -> Tensor:
-    """Log scores less their mean, float64 `[R]`, as `Amortized` learns them."""
-    log_R = score_R.double().clamp_min(LEAST * score_R.double().mean()).log()
-    return log_R - log_R.mean()
-
-
-def predictions(
-    feature: Sequence[Tensor], score: Sequence[Tensor], parts: int, columns: slice
-) -> Iterator[tuple[int, Tensor]]:
-    """Index and predicted logarithms of every response that is not in the part that the regression was fitted on."""
+def predicted(feature: Sequence[Tensor], score: Sequence[Tensor], parts: int) -> list[Tensor]:
+    """Logarithms `[R]` of each response's scores, less a constant, from the part of the responses before its own."""
+    fits = list[Regression]()
     for part in range(parts):
-        regression = Regression(feature[0][:, columns].shape[-1], RIDGE)
+        fits.append(Regression(feature[0].shape[-1], RIDGE))
         for index in range(part, len(feature), parts):
             if score[index].any():
-                regression.add(feature[index][:, columns], target(score[index]))
-        regression.close(regression.step_sums(torch.device("cpu")))
-        for index in range(len(feature)):
-            if index % parts != part:
-                yield index, regression.predict(feature[index][:, columns])
+                log_R = score[index].clamp_min(LEAST * score[index].mean()).log()
+                fits[-1].add(feature[index], log_R - log_R.mean())
+        fits[-1].close(fits[-1].step_sums(CPU))
+    return [fits[(index - 1) % parts].predict(feature_RF) for index, feature_RF in enumerate(feature)]
 
 
-def rows(model: nn.Module, scored: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """`judged`, of each predicted score, share and response; `scored`: those of `Findings`, in an order that is shuffled."""
+def predicted_rows(model: nn.Module, found: Sequence[Rows]) -> Rows:
+    """Rows of these estimators for `Findings`. `found`: of the sources of this model, with exact scores."""
+    scored = [row for rows in found for row in rows["scored"]]
+    # A source's responses are beside each other.
     order = torch.randperm(len(scored), generator=torch.Generator().manual_seed(0)).tolist()
     mine = [scored[index] for index in order]
-    feature = [features(model, one["response"]) for one in mine]
-    ways = {"": slice(None), ", place and doubt alone": slice(SCORE_FEATURES - 4, None)}
-    for name in PREDICTED:
-        score = [one["scores"][name] for one in mine]
-        for share, parts in SHARES.items():
-            for way, columns in ways.items():
-                for index, predicted_R in predictions(feature, score, parts, columns):
-                    one, causal_R = mine[index], torch.zeros(len(predicted_R), dtype=torch.bool)
-                    found = judged(predicted_R.double(), one["scores"][REFERENCE], causal_R)
-                    yield {"estimator": f"{name} predicted{way}", "scored": share, "index": order[index], **found}
+    feature, more = [features(model, row["response"]) for row in mine], Rows(judged=[], costs=[])
+    for name, (of, parts, columns) in SCORED.items():
+        score = [row["scores"][of] for row in mine]
+        for row, log_R in zip(mine, predicted([one[:, columns] for one in feature], score, parts), strict=True):
+            response, reference_R = row["response"], row["scores"][REFERENCE]
+            way = {"way": MAIN, "estimator": name, "answer": "right" if response.right else "wrong"}
+            of_R = judged(log_R.double(), reference_R, response.causal_T[response.reasoning_R])
+            gain = of_R["overlap"] - top_overlap(row["scores"][BASELINE], reference_R)
+            key = {part: row[part] for part in ("task", "length", "model")}
+            more["judged"].append({**key, **way, **of_R, "own": float("nan"), "gain": gain})
+    for rows in found:
+        spent = {row["estimator"]: row for row in rows["costs"]}
+        for name, (of, parts, _) in SCORED.items():
+            # The others run through one forward, as for `entropy`.
+            passes = ("forward", "backward", "time")
+            share = {part: spent[of][part] / parts + spent["entropy"][part] * (1 - 1 / parts) for part in passes}
+            more["costs"].append({**spent[of], "estimator": name, **share})
+    return more

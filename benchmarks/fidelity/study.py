@@ -17,6 +17,7 @@ from benchmarks.cache import cached
 from benchmarks.fidelity.estimators import REFERENCE, Score, added_estimators, counted_work, package_estimators
 from benchmarks.fidelity.language import LONGEST, Writer, language_source
 from benchmarks.fidelity.pictures import draw, page_of
+from benchmarks.fidelity.predicted import predicted_rows
 from benchmarks.fidelity.responses import Batch, Response, Source, task_sources
 from benchmarks.fidelity.scores import judged, top_overlap
 from benchmarks.fidelity.tables import (
@@ -108,14 +109,20 @@ def measure(settings: Settings, progress: Progress) -> Report:
     if settings.model is None:
         tasks = settings.tasks or ("parallel", "lookup", "chain")
         sources = task_sources(tasks, settings.models, settings.responses, settings.seed, progress)
-        return report_on(settings, (judge(settings, source, progress) for source in sources))
+        return report_on(settings, _of_tasks(settings, sources, progress))
     progress(f"loading {settings.model}")
     writer = Writer(settings.model, choose_device(settings.device), settings.temperature, settings.max_tokens)
     return report_on(settings, _of_language(settings, writer, progress))
 
 
+def _of_tasks(settings: Settings, sources: Iterable[Source], progress: Progress) -> Iterator[Rows]:
+    for source in sources:
+        yield (found := judge(settings, source, progress))
+        yield predicted_rows(source.model, [found])
+
+
 def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iterator[Rows]:
-    """What `judge` returns for each kind and length, now or when it was kept in the folder."""
+    """What `judge` returns for each kind and length, now or when it was kept in the folder, and what is predicted."""
     # What a kind's and length's scores depend on.
     key = asdict(settings) | {"tasks": (), "out": None, "folder": None, "device": choose_device(settings.device).type}
 
@@ -123,8 +130,14 @@ def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iter
         asked = settings.responses, settings.seed, settings.questions, progress
         return judge(settings, language_source(writer, kind, length, *asked), progress)
 
+    found = []
     for kind, length in product(settings.kinds, LONGEST):
-        yield cached(settings.folder, f"{kind}_{length}", key, partial(judged_source, kind, length))
+        found.append(cached(settings.folder, f"{kind}_{length}", key, partial(judged_source, kind, length)))
+        yield found[-1]
+    progress(f"predicted scores of {settings.model}")
+    yield cached(
+        settings.folder, "predicted", key | {"tasks": settings.kinds}, partial(predicted_rows, writer.model, found)
+    )
 
 
 def judge(settings: Settings, source: Source, progress: Progress) -> Rows:

@@ -60,6 +60,23 @@ def test_micro_batches_do_not_matter_and_the_model_is_left_as_it_was(model, asks
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("asks", [{"importance": "fisher", "amortize": {"share": 1e-9}}, {"importance": "value"}])
+def test_predicted_rows_keep_nothing_for_a_backward(model, asks):
+    """A resumed run begins with a new predictor: `fisher` scores all rows of its first step."""
+    predictor, kept = predictor_of(asked(**asks).config), []
+    for step in range(2):
+        kept.append(0)
+
+        def keep(tensor, step=step):
+            kept[step] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            predict(model, predictor, asked(**asks))
+    assert (kept[0] > 0) == (asks["importance"] == "fisher")
+    assert kept[1] == 0
+
+
 def test_values_learn_from_earlier_steps_and_only_from_responses_with_an_advantage(model):
     request = asked("value")
     one, same, none = (predictor_of(request.config) for _ in range(3))
