@@ -44,6 +44,7 @@ REAL, TOYS = "fidelity_smollm2_cpu", "fidelity_cpu"
 ESTIMATORS = {
     "oar_p": "`oar_p` (exact)",
     "hybrid 0.3": "`hybrid`, budget 0.3",
+    "oar_p, 1 in 8 scored": "`oar_p` of 1 response in 8, predicted for others",
     "position": "**position: the later, the more**",
     "oar_p sampled": "`oar_p`, sampled replacements",
     "fisher layer 8": "`fisher` at the output of layer 8 of 30",
@@ -80,6 +81,24 @@ def fidelity_real() -> str:
         lines.append([label, *shown, passes, toys.get(label, {}).get("top 20 %", "")])
     head = " importance | overlap | minus `fisher` | beyond position | responses | passes | overlap on small models "
     return table(head, lines)
+
+
+def predicted_real() -> str:
+    """Predicted scores beside what they are predicted from."""
+    rows = {row["estimator"]: row for row in rows_of(REAL, "Estimators against exact OAR-P")}
+    shown = {name: f"`{name.replace(', ', '`, ')}" for name in rows if name.endswith("scored")}
+    others = "hybrid 0.3", "position", "control: place and doubt", "fisher 1", "oar_g 1"
+    shown |= {name: ESTIMATORS.get(name, "control: regression without hidden states") for name in others}
+    lines = [
+        [
+            label,
+            rows[name]["top 20 %"],
+            rows[name]["beyond position"],
+            f"{sum(float(rows[name][way]) for way in ('forward', 'backward')):.1f}",
+        ]
+        for name, label in shown.items()
+    ]
+    return table(" scores | overlap with exact `oar_p` | beyond position | passes ", lines)
 
 
 def probes_real() -> str:
@@ -436,7 +455,7 @@ def one_gpu() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
-        fidelity_real, probes_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
+        fidelity_real, predicted_real, probes_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
         decision_recall, rivals, in_sentences,
         confirmation, run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
         architectures, gpu_engines, gpu_peaks, one_gpu,

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.fidelity.estimators import REFERENCE
+from benchmarks.fidelity.predicted import SCORED
 from benchmarks.fidelity.responses import Response
 from benchmarks.fidelity.tables import Findings
 from benchmarks.report import COLOURS, subplots
@@ -36,11 +37,11 @@ def shade(weight: float) -> str:
 
 
 def draw(findings: Findings) -> Figure:
-    """Overlap beside cost, a row an estimator, the best above. Those that were added have another colour."""
+    """Overlap beside cost, a row an estimator, the best above. Those that were added and predicted have other colours."""
     rows = findings.summary.drop(index=REFERENCE)[::-1]
     figure, (overlap, cost) = subplots(1, 2, figsize=(8, 0.6 + 0.24 * len(rows)), sharey=True)
     for place, (name, row) in enumerate(rows.iterrows()):
-        colour, mean = COLOURS[int(name in findings.added)], row.overlap
+        colour, mean = COLOURS[1 if name in findings.added else 2 * (name in SCORED)], row.overlap
         overlap.errorbar(
             mean.value, place, None, [[mean.value - mean.low], [mean.high - mean.value]], "o", color=colour
         )

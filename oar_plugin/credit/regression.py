@@ -14,7 +14,7 @@ from torch import Tensor
 from oar_plugin.credit.noise import signs
 
 COLUMNS = 256
-"""Of a projected hidden state: as good as 576 (`benchmarks/results/amortized.md`)."""
+"""Of a projected hidden state."""
 DECAY = 0.95
 """Of the sums, from one step to the next."""
 SCORE_FEATURES, VALUE_FEATURES = 2 * COLUMNS + 4, 2 * COLUMNS + 2
