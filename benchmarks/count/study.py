@@ -13,6 +13,7 @@ from benchmarks.count.shapes import Counts, Memory, Work
 from benchmarks.count.ship import ship
 from benchmarks.report import Progress, Report, Table
 from oar_plugin.credit.importance import IMPORTANCES, Importance
+from oar_plugin.credit.regression import COLUMNS, SCORE_FEATURES, VALUE_FEATURES
 from oar_plugin.runs.plan.known import KNOWN, at, load_model
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Yi-1.5-34B", "Qwen3-30B-A3B")
@@ -91,7 +92,15 @@ def measure(settings: Settings, progress: Progress) -> Report | str:
         for name, future in futures.items():
             progress(f"counting {name}", len(counts), len(futures))
             counts[name] = future.result()
-    tables = [_flops(counts), _ratios(counts), _copies(counts), _bytes(counts), _traffic(counts), check()]
+    tables = [
+        _flops(counts),
+        _ratios(counts),
+        _copies(counts),
+        _predicted(counts),
+        _bytes(counts),
+        _traffic(counts),
+        check(),
+    ]
     return Report("What a training step costs, counted", "count", tables, NOTES, dict(counts))
 
 
@@ -142,6 +151,26 @@ def _copies(all_counts: dict[str, dict[str, Counts]]) -> Table:
                 rows.append([name, label, how, *_ratio(counts, LAYERS[name], PROMPT + 4096, added)])
     columns = ["model", "importance, budget", "prefix", *(f"{share:.0%}" for share in SHARES)]
     return Table("The same for masked copies of 4,096 tokens (derived from the forward's polynomial)", columns, rows)
+
+
+def _predicted(all_counts: dict[str, dict[str, Counts]]) -> Table:
+    rows, length = [], PROMPT + 4096
+    reasoning = length - PROMPT - ANSWER
+    for name in (name for name in all_counts if name in JUDGED):
+        counts, layers = all_counts[name][CHECKPOINTING], LAYERS[name]
+        fisher = added_flops(counts, layers, length, IMPORTANCES["fisher"])
+        copies = copies_flops(counts, layers, length, 1.0, 8, prefix=True)
+        # Features, the share of tokens that are learned, and what scores of these cost.
+        ways = {
+            "fisher, 1 in 8": (SCORE_FEATURES, 1 / 8, fisher),
+            "oar_p, spans of 8, cached prefix, 1 in 20": (SCORE_FEATURES, 1 / 20, copies),
+            "value": (VALUE_FEATURES, 1.0, 0.0),
+        }
+        for label, (features, share, scores) in ways.items():
+            products = 2 * reasoning * (load_model(name).hidden_size * COLUMNS + share * features**2)
+            rows.append([name, label, *_ratio(counts, layers, length, share * scores + products)])
+    title = "The same where the scores of other rows are predicted, 4,096 tokens (derived)"
+    return Table(title, ["model", "importance", *(f"{share:.0%}" for share in SHARES)], rows)
 
 
 def _bytes(all_counts: dict[str, dict[str, Counts]]) -> Table:

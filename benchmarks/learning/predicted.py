@@ -24,7 +24,8 @@ def chosen(predictor: Amortized | Learned | None, request: Request, rollout: Any
     if not isinstance(predictor, Amortized):
         return torch.full((len(rollout.token_BL),), predictor is None)
     packed = packed_rows(rollout.token_BL, rollout.segments_BL, rollout.mask_BL)[0]
-    return predictor.chosen(response_seeds(packed.token_T, packed.response_T, len(rollout.token_BL), request.seed))
+    seed_B = response_seeds(packed.token_T, packed.response_T, len(rollout.token_BL), request.seed)
+    return predictor.chosen(seed_B, lambda: int(packed.reasoning_T.sum()))
 
 
 def with_predictions(

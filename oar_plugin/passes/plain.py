@@ -134,7 +134,8 @@ def predicted_importance(
     """
     token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
     usable_B, device = (segments == Segment.REASONING).any(-1), next(model.parameters()).device
-    batch = PredictedBatch(predictor, request, packed_rows(token, segments, mask)[0], usable_B)
+    packed = packed_rows(token, segments, mask)[0]
+    batch = PredictedBatch(predictor, request, packed, usable_B, sum_over_ranks, device)
     importance_BL = torch.zeros(token.shape)
     _try(model, request, token, mask, max_over_ranks(int(usable_B.sum())), max_over_ranks)
 
@@ -155,15 +156,10 @@ def predicted_importance(
         own = segments.masked_fill(~batch.scored_B[:, None], int(Segment.OUTSIDE))
         rows = token, own, mask, importance_BL
         importance_BL = copies_importance(model, request, *rows, max_tokens, max_over_ranks)
-    batch.learn(
-        torch.arange(len(token)),
-        [row[keep] for row, keep in zip(importance_BL, mask, strict=True)],
-        sum_over_ranks,
-        device,
-    )
+    batch.learn(torch.arange(len(token)), [row[keep] for row, keep in zip(importance_BL, mask, strict=True)])
     run(batch.predicting, usable_B & ~batch.scored_B)
     _release(model)
-    return importance_BL.to(token_BL.device), batch.close(usable_B, sum_over_ranks, device)
+    return importance_BL.to(token_BL.device), batch.close(usable_B)
 
 
 def _try(

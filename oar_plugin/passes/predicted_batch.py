@@ -24,6 +24,7 @@ class PredictedBatch:
         request: of the step.
         packed: all rows of the batch.
         usable_B: bool, rows that have reasoning and an answer.
+        total: takes a tensor on `device`, returns its sum over the ranks that hold different rows.
         given: importance that is known already, of rollout engines, with the rows that have it (bool `[B]`).
     """
 
@@ -33,9 +34,12 @@ class PredictedBatch:
         request: Request,
         packed: Packed,
         usable_B: Tensor,
+        total: Callable[[Tensor], Tensor],
+        device: torch.device,
         given: tuple[list[Tensor], Tensor] | None = None,
     ) -> None:
         self.predictor, self._given, self._scoring = predictor, given, True
+        self._total, self._device = total, device
         self._kept = list[
             tuple[Sequence[int], Features]
         ]()  # of rows in the scoring pass, until their importance is known
@@ -47,7 +51,8 @@ class PredictedBatch:
             self.scored_B = usable_B & given[1]
         elif isinstance(predictor, Amortized):
             seed_B = response_seeds(packed.token_T, packed.response_T, len(usable_B), request.seed)
-            self.scored_B = usable_B & predictor.chosen(seed_B)
+            tokens = packed.reasoning_T.sum()
+            self.scored_B = usable_B & predictor.chosen(seed_B, lambda: int(total(tokens.to(device))))
 
     def field(self, packed: Packed, scores: Scores, log_prob_T: Tensor, rows: Sequence[int], sign_B: Tensor) -> Tensor:
         """Importance per token of a micro-batch, float32 `[T]`, on the CPU, as far as it is known yet.
@@ -69,15 +74,12 @@ class PredictedBatch:
         """The scoring pass was aborted."""
         self._kept = []
 
-    def learn(
-        self, row_of: Tensor, importance: list[Tensor], total: Callable[[Tensor], Tensor], device: torch.device
-    ) -> list[Tensor]:
+    def learn(self, row_of: Tensor, importance: list[Tensor]) -> list[Tensor]:
         """Ends the scoring pass: learns, and returns importance, with predictions where rows of that pass have no scores.
 
         Args:
             row_of: int64, the row of the batch of each number that `field` got.
             importance: a row's last tokens, all of its response at least.
-            total: takes a tensor on `device`, returns its sum over the ranks that hold different rows.
         """
         importance, self._scoring = importance if self._given is None else self._given[0], False
         if not isinstance(self.predictor, Amortized):
@@ -88,7 +90,7 @@ class PredictedBatch:
                 own_L = importance[row] if self.scored_B[row] else torch.full_like(importance[row], torch.nan)
                 parts.append(pad(own_L, (size - len(own_L), 0)))
             self.prediction_B4[rows, 1:3] = self.predictor.learn(features, torch.cat(parts))
-        self.predictor.close(total, device)
+        self.predictor.close(self._total, self._device)
         self.prediction_B4[:, 3] = self.predictor.share
         for numbers, features in self._kept:
             predicted = self.predictor.predict(features).split(features.packed.offsets.diff().tolist())
@@ -98,9 +100,9 @@ class PredictedBatch:
         self._kept = []
         return importance
 
-    def close(self, usable_B: Tensor, total: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
+    def close(self, usable_B: Tensor) -> Tensor:
         """Ends the batch. Returns `PREDICTION_NAMES` of each row, float32 `[B, 4]`; `usable_B` are rows with an importance."""
         if isinstance(self.predictor, Learned):
-            self.predictor.close(total, device)
+            self.predictor.close(self._total, self._device)
         self.prediction_B4[:, 0] = (usable_B & ~self.scored_B).float()
         return self.prediction_B4

@@ -4,7 +4,7 @@ An `Amortized` belongs to a run. In each step it says which responses are scored
 then `close`), and predicts those of the others (`predict`), which run through the model without a graph. A `Learned` scores
 nothing: it predicts all responses from earlier steps, and learns how their outcomes were.
 
-A state holds no token, and every rank has the same one. A resumed run begins with a new one: its first step scores all
+A state holds no token, and every rank has the same one. A resumed run begins with a new one: its first step scores more
 responses, as the first step of a run does.
 """
 
@@ -24,7 +24,9 @@ from oar_plugin.passes.taps import to_device
 logger = logging.getLogger("oar_plugin")
 
 ENOUGH = 4 * SCORE_FEATURES
-"""Tokens that scores are predicted from; before, all responses are scored."""
+"""Tokens that scores are predicted from; until they were seen, more responses are scored."""
+MARGIN = 2.0
+"""Times `ENOUGH`: tokens of the responses that a first step chooses, because a hash may choose short ones."""
 TOP = 0.2
 """Share of a response's tokens whose overlap is watched."""
 LEAST = 1e-6
@@ -116,11 +118,15 @@ class Amortized(Predictor):
             False,
         )  # sums of overlaps and of responses, where earlier ones count less
 
-    def chosen(self, seed_B: Tensor) -> Tensor:
-        """Whether to score each response, bool `[B]`, by a hash of its tokens and the step (`response_seeds`)."""
+    def chosen(self, seed_B: Tensor, tokens: Callable[[], int]) -> Tensor:
+        """Whether to score each response, bool `[B]`, by a hash of its tokens and the step (`response_seeds`).
+
+        `tokens` returns how many the batch has to score or to predict, on all ranks. It is asked until `ENOUGH` were seen.
+        """
+        share = self.share
         if self.regression.tokens < ENOUGH:
-            return torch.ones(len(seed_B), dtype=torch.bool)
-        return uniform(seed_B, 1)[:, 0] < self.share
+            share = max(share, MARGIN * ENOUGH / max(1, tokens()))
+        return uniform(seed_B, 1)[:, 0] < share
 
     def learn(self, features: Features, importance_T: Tensor) -> Tensor:
         """Adds scored responses, and first predicts them. Returns overlap and rank correlation, float32 `[B, 2]`, or NaN.

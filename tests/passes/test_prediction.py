@@ -50,6 +50,16 @@ def test_some_rows_are_scored_as_ever_and_the_others_are_predicted(model, import
     assert (prediction_B4[:, 3] == predictor.share).all()
 
 
+def test_a_first_step_scores_no_more_than_it_needs(model, monkeypatch):
+    monkeypatch.setattr(prediction, "ENOUGH", 2)
+    request = asked("fisher", **SHARED)
+    importance, prediction_B4 = predict(model, predictor_of(request.config), request)
+    predicted_B = prediction_B4[:, 0].bool()
+    assert predicted_B.any()
+    assert not predicted_B.all()
+    assert (importance[predicted_B] > 0).any(-1).all()
+
+
 @pytest.mark.parametrize("asks", [{"importance": "fisher", **SHARED}, {"importance": "value"}])
 def test_micro_batches_do_not_matter_and_the_model_is_left_as_it_was(model, asks):
     together, alone = (predictor_of(asked(**asks).config) for _ in range(2))

@@ -157,14 +157,13 @@ class ImportancePass:
                 output, seconds = scored
                 outputs.append(output)
                 place(importance, order[:num_ahead], output)
-        total, device = self._sum_over_data, torch.device(get_device_id())
         if predicted is not None:  # what it predicts depends on the scores of this batch, those of copies too
             begun = mark()
             if kind.copies is not None and not predicted.scoring.predicts:
                 scored_B = status_B.where(score_B, int(Status.NOT_NEEDED))
                 zero_non_finite(importance, scored_B)
                 importance = self._copies_importance(data, request, segments, scored_B, importance)
-            importance = predicted.learn(order, importance, total, device)
+            importance = predicted.learn(order, importance)
             seconds += seconds_between(begun, mark())
         if num_ahead < len(order) and not (request.importance_only and predicted is None):
             rest = order[num_ahead:]
@@ -187,7 +186,7 @@ class ImportancePass:
         zero_non_finite(importance, status_B)
         answer = weigh_rows(importance, segments, status_B, request.config, kind)
         if predicted is not None:
-            columns = zip(answer[MEASURES], predicted.close(status_B == Status.SCORED, total, device), strict=True)
+            columns = zip(answer[MEASURES], predicted.close(status_B == Status.SCORED), strict=True)
             answer[MEASURES] = [torch.cat([measure_4, prediction_4]) for measure_4, prediction_4 in columns]
         seconds += seconds_between(begun, mark())
         answer[SECONDS] = [torch.tensor([seconds / len(segments)])] * len(segments)
@@ -204,8 +203,9 @@ class ImportancePass:
             if isinstance(self._predictor, Amortized) and request.config.offloads:
                 scored_B = values_of(data, ENGINE_FIELDS[STATUS]) == Status.SCORED
                 given = response_rows(data, ENGINE_FIELDS[IMPORTANCE]), scored_B
-            usable_B = status_B == Status.SCORED
-            self._predicted = PredictedBatch(self._predictor, request, packed_of(data), usable_B, given)
+            usable_B, device = status_B == Status.SCORED, torch.device(get_device_id())
+            of_batch = packed_of(data), usable_B, self._sum_over_data, device
+            self._predicted = PredictedBatch(self._predictor, request, *of_batch, given)
         return self._predicted
 
     def _field(
