@@ -34,6 +34,8 @@ def masked_importance(model: PreTrainedModel, request: Request, token_BL: Tensor
         row: Search(units(reasoning_BL[row].tolist(), span), token_BL.shape[1], request.config.budget)
         for row in reasoning_BL.any(-1).nonzero()[:, 0].tolist()
     }
+    if not searches:  # a share of few responses may be none
+        return torch.zeros(token_BL.shape)
     reference = _outcomes(model, request.probe, token_BL, segments_BL)
     while under_way := {row: search for row, search in searches.items() if search.wanted}:
         wanted = [(row, unit) for row, search in under_way.items() for unit in search.wanted]

@@ -25,7 +25,7 @@ def chosen(predictor: Amortized | Learned | None, request: Request, rollout: Any
         return torch.full((len(rollout.token_BL),), predictor is None)
     packed = packed_rows(rollout.token_BL, rollout.segments_BL, rollout.mask_BL)[0]
     seed_B = response_seeds(packed.token_T, packed.response_T, len(rollout.token_BL), request.seed)
-    return predictor.chosen(seed_B, lambda: int(packed.reasoning_T.sum()))
+    return predictor.chosen(seed_B, lambda: torch.tensor([int(packed.reasoning_T.sum()), len(seed_B)]))
 
 
 def with_predictions(

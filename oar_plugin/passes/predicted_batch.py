@@ -51,8 +51,8 @@ class PredictedBatch:
             self.scored_B = usable_B & given[1]
         elif isinstance(predictor, Amortized):
             seed_B = response_seeds(packed.token_T, packed.response_T, len(usable_B), request.seed)
-            tokens = packed.reasoning_T.sum()
-            self.scored_B = usable_B & predictor.chosen(seed_B, lambda: int(total(tokens.to(device))))
+            size_2 = torch.stack([packed.reasoning_T.sum(), usable_B.sum()])
+            self.scored_B = usable_B & predictor.chosen(seed_B, lambda: total(size_2.to(device)))
 
     def field(self, packed: Packed, scores: Scores, log_prob_T: Tensor, rows: Sequence[int], sign_B: Tensor) -> Tensor:
         """Importance per token of a micro-batch, float32 `[T]`, on the CPU, as far as it is known yet.

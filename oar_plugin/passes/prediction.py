@@ -25,8 +25,8 @@ logger = logging.getLogger("oar_plugin")
 
 ENOUGH = 4 * SCORE_FEATURES
 """Tokens that scores are predicted from; until they were seen, more responses are scored."""
-MARGIN = 2.0
-"""Times `ENOUGH`: tokens of the responses that a first step chooses, because a hash may choose short ones."""
+MARGIN, FEWEST = 2.0, 16
+"""A first step chooses responses with about this many times `ENOUGH` tokens, and about this many responses at least."""
 TOP = 0.2
 """Share of a response's tokens whose overlap is watched."""
 LEAST = 1e-6
@@ -118,14 +118,16 @@ class Amortized(Predictor):
             False,
         )  # sums of overlaps and of responses, where earlier ones count less
 
-    def chosen(self, seed_B: Tensor, tokens: Callable[[], int]) -> Tensor:
+    def chosen(self, seed_B: Tensor, size: Callable[[], Tensor]) -> Tensor:
         """Whether to score each response, bool `[B]`, by a hash of its tokens and the step (`response_seeds`).
 
-        `tokens` returns how many the batch has to score or to predict, on all ranks. It is asked until `ENOUGH` were seen.
+        `size` returns the numbers of tokens and of responses, int64 `[2]`, that all ranks together have to score or to
+        predict. It is asked until `ENOUGH` tokens were seen.
         """
         share = self.share
         if self.regression.tokens < ENOUGH:
-            share = max(share, MARGIN * ENOUGH / max(1, tokens()))
+            tokens, responses = size().clamp_min(1).tolist()
+            share = max(share, MARGIN * ENOUGH / tokens, FEWEST / responses)
         return uniform(seed_B, 1)[:, 0] < share
 
     def learn(self, features: Features, importance_T: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(name,
     [Credit(importance="fisher", share=0.5), Credit(importance="oar_p", share=0.5), Credit(importance="value")],
 )
 def test_predicted_importance_is_the_packages(credit, model, rollout, monkeypatch):
-    """In the first step all responses are scored, or none is known."""
+    """In the first step all responses are scored, as there are few, or none is known."""
     monkeypatch.setattr(prediction, "ENOUGH", 20)
     run = replace(RUN, credit=credit)
     here, there = training.predictor_for(run), training.predictor_for(run)

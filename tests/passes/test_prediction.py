@@ -52,6 +52,7 @@ def test_some_rows_are_scored_as_ever_and_the_others_are_predicted(model, import
 
 def test_a_first_step_scores_no_more_than_it_needs(model, monkeypatch):
     monkeypatch.setattr(prediction, "ENOUGH", 2)
+    monkeypatch.setattr(prediction, "FEWEST", 1)
     request = asked("fisher", **SHARED)
     importance, prediction_B4 = predict(model, predictor_of(request.config), request)
     predicted_B = prediction_B4[:, 0].bool()

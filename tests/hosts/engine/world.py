@@ -254,7 +254,10 @@ def fisher_coefficients(logits_RV: Tensor, sign_RV: Tensor) -> Tensor:
 
 # ---- importance that is predicted
 
-SHARE, ENOUGH = 0.4, 20  # of the responses, by their hashes: two; tokens
+SHARE, ENOUGH = (
+    0.4,
+    30,
+)  # of the responses, by their hashes: two; tokens, more than half of all of them: a first step scores all
 
 
 @cache
