@@ -24,6 +24,8 @@ SCORED = {
     "control: place and doubt": (REFERENCE, 8, slice(SCORE_FEATURES - 4, None)),
 }
 """By name: what is predicted, one in how many responses it is fitted on, and the columns that it sees."""
+PLAIN = {"forward": 1.0, "backward": 0.0, "time": 1.0}
+"""Costs of a response that is not scored."""
 CPU = torch.device("cpu")
 
 
@@ -71,8 +73,6 @@ def predicted_rows(model: nn.Module, found: Sequence[Rows]) -> Rows:
     for rows in found:
         spent = {row["estimator"]: row for row in rows["costs"]}
         for name, (of, parts, _) in SCORED.items():
-            # The others run through one forward, as for `entropy`.
-            passes = ("forward", "backward", "time")
-            share = {part: spent[of][part] / parts + spent["entropy"][part] * (1 - 1 / parts) for part in passes}
+            share = {part: spent[of][part] / parts + plain * (1 - 1 / parts) for part, plain in PLAIN.items()}
             more["costs"].append({**spent[of], "estimator": name, **share})
     return more

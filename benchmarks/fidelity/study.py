@@ -135,9 +135,8 @@ def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iter
         found.append(cached(settings.folder, f"{kind}_{length}", key, partial(judged_source, kind, length)))
         yield found[-1]
     progress(f"predicted scores of {settings.model}")
-    yield cached(
-        settings.folder, "predicted", key | {"tasks": settings.kinds}, partial(predicted_rows, writer.model, found)
-    )
+    name = f"predicted_{'_'.join(settings.kinds)}"
+    yield cached(settings.folder, name, key, partial(predicted_rows, writer.model, found))
 
 
 def judge(settings: Settings, source: Source, progress: Progress) -> Rows:

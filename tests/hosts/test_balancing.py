@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
-from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.balancing import balanced_partitions, scored_first
 from oar_plugin.hosts.verl.importance_pass import ImportancePass
 from tests.hosts.engine.world import nested
@@ -131,8 +130,7 @@ def rows(number, dynamic, infer_size=8):
 )
 def test_how_many_rows_take_the_scoring_pass(largest, most, divisor, dynamic, ahead, micro_batches):
     engine, data = Engine(largest, most, divisor), rows(24, dynamic, infer_size=16)
-    status = torch.tensor([Status.SCORED] * min(4, largest) + [Status.NOT_NEEDED] * (24 - min(4, largest)))
-    order, found = engine._scored_first(data, status)
+    order, found = engine._scored_first(data, torch.arange(24) < min(4, largest))
     assert found == ahead
     assert sorted(order.tolist()) == list(range(24))
     if micro_batches:
@@ -148,5 +146,5 @@ def test_how_many_rows_take_the_scoring_pass(largest, most, divisor, dynamic, ah
 )
 def test_rows_that_are_not_scored_run_in_whole_micro_batches_filled_up_with_the_shortest(rest, divisor, dynamic, fill):
     engine, data = Engine(0, divisor=divisor), rows(rest + 2, dynamic=dynamic)
-    engine._infer_unscored(data, torch.arange(2, rest + 2))
+    engine._infer_unscored(data, torch.arange(2, rest + 2), None)
     assert engine.ran == [*range(3, rest + 3), *[3] * fill]

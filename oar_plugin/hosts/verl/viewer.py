@@ -72,7 +72,8 @@ def padded_batch(step: int, batch: DataProto, status_B: Tensor, more: Mapping[st
         fields: dict[str, Any] = {name: others[name][rows] for name in select_fields if name in others}
         for name in tensors.keys() & set(select_fields):
             real_BL = real_BT[:, :prompt] if name == "prompts" else real_BT[:, prompt:]
-            fields[name] = torch.nested.masked_select(tensors[name][rows], real_BL[rows])
+            of_rows = tensors[name][rows]
+            fields[name] = of_rows if name == MEASURES else torch.nested.masked_select(of_rows, real_BL[rows])
         return fields
 
     every_B = torch.ones(len(keys), dtype=torch.bool)
