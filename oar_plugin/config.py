@@ -68,7 +68,7 @@ class AmortizeConfig(_Settings):
 
     share: float | None = Field(None, gt=0, le=1)
     """Share of the responses that need credit whose importance is computed; that of the others is predicted from their hidden
-    states, without a backward or copies. null: all are computed. Until enough tokens were seen, all are computed too."""
+    states, without a backward or copies. null: all are computed. Until enough tokens were seen, more are computed."""
     least_overlap: float = Field(0.3, ge=0, le=1)
     """If predictions share less of the top 20 % of a response's tokens with its computed importance, the share is doubled."""
 

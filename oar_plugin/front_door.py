@@ -3,6 +3,7 @@
 It uses the hosts' code: with the same settings and training step it returns the scores of a run.
 """
 
+import copy
 import html
 import re
 from collections import Counter
@@ -110,7 +111,7 @@ def importance(
         step: training step, on which signs, noise and the probe's warm-up depend.
         max_tokens: maximum number of tokens per forward, with padding; a longer row runs alone. None: as many as take 2 GiB.
         predictor: that of an earlier call's result, which learns on. None: a new one, if `amortize.share` or the importance
-            needs one; it scores all responses, or learns from their `advantages`.
+            needs one.
         settings: keys of `algorithm.oar`: `importance`, `gate`, `tau`, `probe`, `answer_patterns`, `perturbation`, ...
 
     Raises:
@@ -137,7 +138,7 @@ def importance(
     if predictor is not None:
         same = type(predictor) is type(credit.predictor)
         _check(same, f"predictor={type(predictor).__name__}", "must be of a call with the same settings")
-        credit.predictor = predictor
+        credit.predictor = copy.deepcopy(predictor)  # a call that fails, or is repeated, leaves it as it was
     if max_tokens is None:
         # A layer keeps about 10 states of a token for a backward, and 3 of its MLP, which are wider.
         graph = 32 * text.hidden_size * text.num_hidden_layers * next(model.parameters()).element_size()

@@ -47,6 +47,11 @@ def of_value(own_NP: Tensor, doubt_N: Tensor) -> Tensor:
     return torch.cat([own_NP, own_NP * doubt_N[:, None], torch.stack([doubt_N, torch.ones_like(doubt_N)], -1)], -1)
 
 
+def _wide(device: torch.device) -> torch.dtype:
+    """Of sums: float64 where a device has it."""
+    return torch.float32 if device.type in ("mps", "npu") else torch.float64
+
+
 class Regression:
     """Ridge regression on F features. `tokens`: the number of tokens in its sums, where earlier ones count less.
 
@@ -66,18 +71,18 @@ class Regression:
 
     def add(self, feature_NF: Tensor, target_N: Tensor) -> None:
         """Tokens of this step. Those with a number that is not finite are left out."""
-        wide = torch.cat([feature_NF, target_N[:, None].to(feature_NF)], -1).double()
+        wide = torch.cat([feature_NF, target_N[:, None].to(feature_NF)], -1).to(_wide(feature_NF.device))
         wide = wide.where(wide.isfinite().all(-1, keepdim=True), 0.0)
         sums = wide[:, :-1].T @ wide
         self._step = sums if not len(self._step) else self._step + sums
 
     def step_sums(self, device: torch.device) -> Tensor:
-        """Of this rank and step, float64, to be summed over ranks."""
-        return (self._step if len(self._step) else torch.zeros(self._shape, dtype=torch.float64)).to(device)
+        """Of this rank and step, to be summed over ranks."""
+        return (self._step if len(self._step) else torch.zeros(self._shape)).to(device, _wide(device))
 
     def close(self, sums: Tensor) -> None:
         """Ends a step with `step_sums`, summed over all ranks that share no rows. Without tokens nothing changes."""
-        self._step, sums = torch.zeros(0), sums.cpu()
+        self._step, sums = torch.zeros(0), sums.cpu().double()
         count = sums[-1, -2].item()  # the last feature is 1
         if not count:
             return

@@ -26,7 +26,8 @@ logger = logging.getLogger("oar_plugin")
 ENOUGH = 4 * SCORE_FEATURES
 """Tokens that scores are predicted from; until they were seen, more responses are scored."""
 MARGIN, FEWEST = 2.0, 16
-"""A first step chooses responses with about this many times `ENOUGH` tokens, and about this many responses at least."""
+"""A first step chooses responses with about this many times `ENOUGH` tokens, and about this many responses at least. As many
+must be measured before the share is doubled."""
 TOP = 0.2
 """Share of a response's tokens whose overlap is watched."""
 LEAST = 1e-6
@@ -82,8 +83,15 @@ class Predictor:
         self.regression = Regression(features, RIDGE)
         self._measured = torch.zeros(4, dtype=torch.float64)
 
+    @property
+    def ready(self) -> bool:
+        """The gate would amplify what few tokens say as much as what many do."""
+        return self.regression.tokens >= ENOUGH
+
     def predict(self, features: Features) -> Tensor:
-        """Importance per packed token, float32 `[T]`, on the CPU; 0 outside the reasoning."""
+        """Importance per packed token, float32 `[T]`, on the CPU; 0 outside the reasoning, and until `ENOUGH` were seen."""
+        if not self.ready:
+            return torch.zeros(len(features.packed.token_T))
         return features.spread(
             torch.cat([torch.zeros(0), *(self._predict(features, one).cpu() for one in features.chunks())])
         )
@@ -91,7 +99,7 @@ class Predictor:
     def close(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Ends a step. `total` returns the sum of a tensor on `device` over the ranks that hold different rows."""
         sums = self.regression.step_sums(device)
-        summed = total(torch.cat([sums.flatten(), self._measured.to(device)])).cpu()
+        summed = total(torch.cat([sums.flatten(), self._measured.to(sums)])).cpu().double()
         self.regression.close(summed[: sums.numel()].view_as(sums))
         self._close(summed[sums.numel() :])
         self._measured.zero_()
@@ -125,10 +133,10 @@ class Amortized(Predictor):
         predict. It is asked until `ENOUGH` tokens were seen.
         """
         share = self.share
-        if self.regression.tokens < ENOUGH:
+        if not self.ready:
             tokens, responses = size().clamp_min(1).tolist()
             share = max(share, MARGIN * ENOUGH / tokens, FEWEST / responses)
-        return uniform(seed_B, 1)[:, 0] < share
+        return hashed(seed_B) < share
 
     def learn(self, features: Features, importance_T: Tensor) -> Tensor:
         """Adds scored responses, and first predicts them. Returns overlap and rank correlation, float32 `[B, 2]`, or NaN.
@@ -147,7 +155,7 @@ class Amortized(Predictor):
             log_R = score_R.clamp_min(LEAST * score_R.mean()).log()
             target_N[mine] = log_R - log_R.mean()
             self._measured[:2] += torch.stack([log_R.mean(), torch.ones_like(log_R[0])])
-            if self.regression.tokens and size > 1:
+            if self.ready and size > 1:
                 overlap, correlation = agreement(predicted_N[mine], score_R)
                 agreement_B2[row] = torch.tensor([overlap, correlation])
                 self._measured[2:] += torch.tensor([overlap, 1.0], dtype=torch.float64)
@@ -163,8 +171,8 @@ class Amortized(Predictor):
         level, rows, overlap, measured = measured_4.tolist()
         self.level = level / rows if rows else self.level
         self._agreed = DECAY * self._agreed[0] + overlap, DECAY * self._agreed[1] + measured
-        too_little = measured > 0 and self._agreed[0] < self._least * self._agreed[1]
-        if too_little and self.regression.tokens >= ENOUGH and self.share < 1:
+        too_little = self._agreed[0] < self._least * self._agreed[1]
+        if too_little and self._agreed[1] >= FEWEST and self.share < 1:
             if not self._warned:
                 mean = self._agreed[0] / self._agreed[1]
                 logger.warning(
@@ -191,6 +199,11 @@ class Learned(Predictor):
     def _predict(self, features: Features, chosen: slice) -> Tensor:
         after_n, before_n = (self.regression.predict(features.of_value(chosen, before)) for before in (False, True))
         return (after_n - before_n).abs()
+
+
+def hashed(seed_B: Tensor) -> Tensor:
+    """Uniform numbers that choose responses, `[B]`: not those that signs and noise are made of."""
+    return uniform(~seed_B, 1)[:, 0]
 
 
 def agreement(predicted_R: Tensor, score_R: Tensor) -> tuple[float, float]:

@@ -101,7 +101,8 @@ def test_values_learn_from_earlier_steps_and_only_from_responses_with_an_advanta
     assert not predict(model, none, request)[0].any()
 
 
-def test_predictions_that_agree_too_little_double_the_share_and_say_so_once(model, caplog):
+def test_predictions_that_agree_too_little_double_the_share_and_say_so_once(model, caplog, monkeypatch):
+    monkeypatch.setattr(prediction, "FEWEST", 1)
     request = asked("fisher", amortize={"share": 0.1, "least_overlap": 1.0})
     predictor, shares = predictor_of(request.config), []
     with caplog.at_level(logging.WARNING, "oar_plugin"):
@@ -115,7 +116,8 @@ def test_predictions_that_agree_too_little_double_the_share_and_say_so_once(mode
     assert len(caplog.records) == 1
 
 
-def test_a_response_without_usable_scores_teaches_nothing():
+def test_a_response_without_usable_scores_teaches_nothing(monkeypatch):
+    monkeypatch.setattr(prediction, "ENOUGH", 1)
     config = asked("fisher", **SHARED).config
     clean, spoiled = Amortized(config), Amortized(config)
     features = _features(2)
@@ -131,8 +133,9 @@ def test_a_response_without_usable_scores_teaches_nothing():
     assert zeros.regression.tokens == 0
 
 
-def test_a_prediction_that_is_not_finite_stays_so():
+def test_a_prediction_that_is_not_finite_stays_so(monkeypatch):
     """The gate then lets the response fall back, and a metric counts it."""
+    monkeypatch.setattr(prediction, "ENOUGH", 1)
     predictor, features = Learned(), _features(1)
     features._hidden_TP[-1] = torch.nan
     predictor.learn(features, torch.tensor([1]))

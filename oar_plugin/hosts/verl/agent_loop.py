@@ -23,14 +23,14 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.noise import response_seeds, step_seed, uniform
+from oar_plugin.credit.noise import response_seeds, step_seed
 from oar_plugin.credit.perturbation import units
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
 from oar_plugin.hosts.verl.settings import length_limits, resolve
 from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
-from oar_plugin.passes.prediction import ENOUGH
+from oar_plugin.passes.prediction import ENOUGH, hashed
 from oar_plugin.passes.request import replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, longest_of, segment_response
 from oar_plugin.passes.tokens import TokenBytes
@@ -198,7 +198,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             return True
         token_T = torch.tensor([*output.prompt_ids, *output.response_ids])
         seed = step_seed(self._oar.seed, max(step, 1))
-        return bool(uniform(response_seeds(token_T, torch.zeros_like(token_T), 1, seed), 1) < self._share)
+        return bool(hashed(response_seeds(token_T, torch.zeros_like(token_T), 1, seed)) < self._share)
 
     def _weighed(self, importance: np.ndarray, segments: np.ndarray, status: int) -> dict[str, Tensor]:
         """Return the engines' fields of one response, with its weights."""

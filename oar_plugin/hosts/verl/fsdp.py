@@ -189,7 +189,7 @@ class OarFSDPMixin(ImportancePass):
         if self._fused and (fault := fused_fault(model)):
             raise UnsupportedModelError(f"actor_rollout_ref.model.use_fused_kernels=True with {fault}; allowed: False")
         images = hasattr(model.config, "vision_config")
-        if images and request.importance_object.copies is not None:
+        if images and request.importance_object.copies is not None and not request.config.offloads:
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no images; "
                 f"allowed: {without_copies()}"

@@ -162,12 +162,16 @@ class ImportancePass:
             if kind.copies is not None and not predicted.scoring.predicts:
                 scored_B = status_B.where(score_B, int(Status.NOT_NEEDED))
                 zero_non_finite(importance, scored_B)
+                status_B[scored_B == Status.NON_FINITE] = Status.NON_FINITE
                 importance = self._copies_importance(data, request, segments, scored_B, importance)
             importance = predicted.learn(order, importance)
             seconds += seconds_between(begun, mark())
         if num_ahead < len(order) and not (request.importance_only and predicted is None):
             rest = order[num_ahead:]
-            outputs.append(self._infer_unscored(data, rest, None if predicted is None else predicted.predicting))
+            asked_rest = None if predicted is None else predicted.predicting
+            output, seconds_of_rest = self._infer_unscored(data, rest, asked_rest)
+            outputs.append(output)
+            seconds += seconds_of_rest
             if predicted is not None:
                 place(importance, rest, outputs[-1])
 
@@ -201,7 +205,8 @@ class ImportancePass:
             assert self._predictor is not None
             given = None
             if isinstance(self._predictor, Amortized) and request.config.offloads:
-                scored_B = values_of(data, ENGINE_FIELDS[STATUS]) == Status.SCORED
+                engine_B = values_of(data, ENGINE_FIELDS[STATUS])  # behind the gate
+                scored_B = (engine_B == Status.SCORED) | (engine_B == Status.CONSTANT)
                 given = response_rows(data, ENGINE_FIELDS[IMPORTANCE]), scored_B
             usable_B, device = status_B == Status.SCORED, torch.device(get_device_id())
             of_batch = packed_of(data), usable_B, self._sum_over_data, device
@@ -294,8 +299,8 @@ class ImportancePass:
             most = largest_divisor(len(data) // self._micro_batch_multiple(), most)
         tu.assign_non_tensor(data, **{name: most})
 
-    def _infer_unscored(self, data: TensorDict, rows: Tensor, request: Request | None) -> dict[str, Any]:
-        """verl's own pass over the other rows, which also predicts importance if there is a request.
+    def _infer_unscored(self, data: TensorDict, rows: Tensor, request: Request | None) -> tuple[dict[str, Any], float]:
+        """verl's own pass over the other rows, which also predicts importance if there is a request, and seconds of that.
 
         It needs whole micro-batches: the shortest row fills the last one up.
         """
@@ -309,9 +314,8 @@ class ImportancePass:
             sign_B = values_of(part, NEEDED).clone()
             sign_B[count:] = 0  # an outcome is learned once
             part[NEEDED] = sign_B[:, None]
-            return self._score(part, request)[0]
-        output: dict[str, Any] = super().infer_batch(part, None)  # type: ignore[misc]
-        return output
+            return self._score(part, request)
+        return super().infer_batch(part, None), 0.0  # type: ignore[misc]
 
     def _sum_over_data(self, tensor: Tensor) -> Tensor:
         """Returns the sum over the data-parallel ranks. It may overwrite its argument."""

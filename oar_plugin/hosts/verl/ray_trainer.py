@@ -85,7 +85,8 @@ class OarRayTrainer(TrainerCredit):
         reward model's scores: then every row counts, with sign 1.
         """
         if self.config.algorithm.use_kl_in_reward or "rm_scores" not in batch.batch:
-            return torch.ones(len(batch), dtype=torch.long)
+            learns = self.oar is not None and self.oar.importance_object.learns  # it has nothing to learn from
+            return torch.full((len(batch),), int(not learns))
         given = {"token_level_rewards": batch.batch["rm_scores"], "response_mask": batch.batch["response_mask"]}
         advantage_BL, _ = base_advantage(**given, index=batch.non_tensor_batch["uid"], config=self.config.algorithm)
         return signs(advantage_BL)

@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.importance import of_engines, without_copies
+from oar_plugin.credit.importance import importance_of, of_engines, without_copies
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm.versions import installed
 
@@ -140,7 +140,7 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     if engines and installed() is None:
         yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_OR_LOCAL}"
     needed = {"always": True, "v1": not ray_trainer, "megatron": megatron, "engines": engines}
-    needed["learns"] = oar.importance_object.learns
+    needed["learns"] = any(importance_of(name).learns for name in (oar.importance, oar.actor_importance) if name)
     needed["fused"] = not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels")
     for refused in (one for when, table in REFUSED.items() if needed[when] for one in table):
         value = OmegaConf.select(config, refused.key)

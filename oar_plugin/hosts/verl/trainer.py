@@ -140,7 +140,8 @@ class OarTrainerMixin(TrainerCredit):
                 helps_B |= status_B == Status.SCORED
             sign_B *= own_B & helps_B
             rows = [row for row, own in zip(records, own_B.tolist(), strict=True) if own]
-            metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, sign_B.bool()).items()})
+            left_B = sign_B.bool() & (status_B != Status.SCORED)
+            metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, left_B).items()})
         _write(batch, NEEDED, nested(sign_B[:, None]))
         return sign_B
 

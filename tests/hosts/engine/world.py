@@ -278,7 +278,7 @@ def predicted(folder: Path, scores: Callable[[], dict[int, Tensor]] | None, dtyp
         hidden_TP, place_R = projected(output.hidden_states[-1][0]), torch.linspace(-1, 1, len(at_R))
         of_scores = of_score(hidden_TP[at_R], hidden_TP[at_R - 1], doubt_T[at_R], place_R)
         values = [of_value(hidden_TP[at], doubt_T[at]) for at in (at_R, at_R - 1)]
-        chosen = uniform(response_seeds(ids, torch.zeros_like(ids), 1, 0), 1)[0, 0] < SHARE
+        chosen = uniform(~response_seeds(ids, torch.zeros_like(ids), 1, 0), 1)[0, 0] < SHARE
         tokens[row] = segments, of_scores.double(), [one.double() for one in values], bool(chosen)
 
     def target(row: int) -> Tensor:
