@@ -222,7 +222,7 @@ def test_only_what_has_a_signal_and_an_answer_is_sent(run, oar, outputs, expecte
 
 
 @pytest.mark.parametrize(
-    ("scored_tokens", "share", "scored"), [(0, None, [0, 1, 3, 4]), (ENOUGH, None, [0, 4]), (ENOUGH, 1.0, [0, 1, 3, 4])]
+    ("scored_tokens", "share", "scored"), [(0, None, [0, 1, 3, 4]), (ENOUGH, None, [0]), (ENOUGH, 1.0, [0, 1, 3, 4])]
 )
 def test_a_share_of_the_responses_is_scored_once_enough_are_and_the_trainer_can_raise_it(
     run, scored_tokens, share, scored
