@@ -400,7 +400,7 @@ def given_by_engines(engine: Any) -> list[torch.Tensor]:
         data, statuses = ready(engine, EVERY), torch.cat(own[STATUS])
         for row, ids in enumerate(data["input_ids"].unbind()):
             seed_1 = response_seeds(ids, torch.zeros_like(ids), 1, 0)
-            if step and uniform(seed_1, 1) >= world.SHARE and statuses[row] == Status.SCORED:
+            if step and uniform(~seed_1, 1) >= world.SHARE and statuses[row] == Status.SCORED:
                 statuses[row] = Status.NOT_SCORED
         scored = [row * (status == Status.SCORED) for row, status in zip(own[IMPORTANCE], statuses, strict=True)]
         data[ENGINE_FIELDS[IMPORTANCE]] = world.nested(scored)
