@@ -89,12 +89,11 @@ def judged(
     folder: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for each credit and solution: `METRICS`. The scores of an importance are saved in `folder`."""
-    solutions_read = [(one.problem, one.writer) for one in read]
     key = {
         "model": model.name_or_path,
         "device": model.device.type,
         "max_tokens": max_tokens,
-        "solutions": solutions_read,
+        "solutions": [(one.problem, one.writer) for one in read],
     }
     keeps = [one.segments_L == Segment.REASONING for one in read]
     pairs = [(torch.tensor(one.prompt), torch.tensor(one.ids)) for one in read]

@@ -259,8 +259,7 @@ def report_of(settings: Settings, frame: pd.DataFrame, machine: dict[str, str | 
         "Cost of a step: all but the first; seconds are medians, memory and the difference of probabilities are maxima, others "
         "means. OAR's backward is within log-probs, its gate within advantage. OAR's run comes first in a pair, so what the "
         "machine does in between is in the difference of seconds. Responses to a problem with equal rewards are not scored. "
-        "Pairs at a time: "
-        f"{settings.parallel}.",
+        f"Pairs at a time: {settings.parallel}.",
     ]
     plain = frame.round(7).astype(object).where(frame.notna(), None)
     runs = [
