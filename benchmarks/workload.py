@@ -33,7 +33,7 @@ def check_importance(name: str, copies: bool = False) -> None:
     except ValueError as error:
         raise ValueError(f"--importance {name}: {error}") from None
     if importance.learns:
-        raise ValueError(f"--importance {name}: it learns from steps, which this study lacks; allowed: others")
+        raise ValueError(f"--importance {name}: it learns in a training, which this study lacks")
     if importance.copies is not None and not copies:
         raise ValueError(f"--importance {name}: it runs masked copies, not measured here; allowed: {without_copies()}")
 

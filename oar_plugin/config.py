@@ -64,11 +64,12 @@ class PerturbationConfig(_Settings):
 
 
 class AmortizeConfig(_Settings):
-    """The settings of `algorithm.oar.amortize`: importance of some responses, predicted for the others."""
+    """The settings of `algorithm.oar.amortize`: importance is computed for some responses and predicted for
+    the others."""
 
     share: float | None = Field(None, gt=0, le=1)
-    """Share of the responses that need credit whose importance is computed; that of the others is predicted from their hidden
-    states, without a backward or copies. null: all are computed. Until enough tokens were seen, more are computed."""
+    """Importance is computed for this share of the responses that need credit, and predicted for the others from their hidden
+    states, without a backward or copies. null: it is computed for all. Until enough tokens were seen, the share is larger."""
     least_overlap: float = Field(0.3, ge=0, le=1)
     """If predictions share less of the top 20 % of a response's tokens with its computed importance, the share is doubled."""
 
@@ -166,7 +167,7 @@ class OarConfig(_Settings):
     perturbation: PerturbationConfig = Field(default_factory=PerturbationConfig)
     """The masked copies of counterfactual importance."""
     amortize: AmortizeConfig = Field(default_factory=AmortizeConfig)
-    """Importance of a share of the responses, predicted for the others."""
+    """Importance is computed for a share of the responses and predicted for the others."""
     dump: DumpConfig = Field(default_factory=DumpConfig)
     """Groups of responses with their weights, for people to look at."""
 

@@ -290,7 +290,7 @@ def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch):
     assert (values[0].weights == 1).all()
     values.append(credit_of(model, importance="value", predictor=values[0].predictor))
     assert {*values[1].status} == {Status.SCORED}
-    with pytest.raises(ValueError, match="predictor=Amortized: must be of a call with the same settings"):
+    with pytest.raises(ValueError, match="predictor=ScorePredictor: must be of a call with the same settings"):
         credit_of(model, importance="value", predictor=first.predictor)
     with pytest.raises(ValueError, match=r"advantages of shape \(1,\): must be \(4,\)"):
         credit_of(model, importance="value", advantages=[1.0])

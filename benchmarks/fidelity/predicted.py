@@ -17,7 +17,7 @@ from benchmarks.fidelity.tables import BASELINE, MAIN, Rows
 from oar_plugin.credit.regression import SCORE_FEATURES, Regression, of_score, projected
 from oar_plugin.passes.prediction import LEAST, RIDGE
 
-SCORED = {
+PREDICTED = {
     **{f"oar_p, 1 in {parts} scored": (REFERENCE, parts, slice(None)) for parts in (4, 8, 16)},
     f"{BASELINE.split()[0]}, 1 in 8 scored": (BASELINE, 8, slice(None)),
     # Without hidden states.
@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 
 @torch.no_grad()
 def features(model: Any, response: Response) -> Tensor:
-    """Of each reasoning token, float32 `[R, F]`, as the passes make them."""
+    """The features of each reasoning token, float32 `[R, F]`, as the passes make them."""
     device, at_R = next(model.parameters()).device, response.reasoning_R
     token_1T = response.token_T[None].to(device)
     out = model(token_1T, output_hidden_states=True)
     hidden_TP = projected(out.hidden_states[-1][0]).cpu()
     log_prob_T = out.logits[0, :-1].float().log_softmax(-1).gather(-1, token_1T[0, 1:, None])[:, 0].cpu()
-    place_R = torch.linspace(-1, 1, len(at_R))
-    return of_score(hidden_TP[at_R], hidden_TP[at_R - 1], -torch.expm1(log_prob_T[at_R - 1]), place_R)
+    position_R = torch.linspace(-1, 1, len(at_R))
+    return of_score(hidden_TP[at_R], hidden_TP[at_R - 1], -torch.expm1(log_prob_T[at_R - 1]), position_R)
 
 
 def predicted(feature: Sequence[Tensor], score: Sequence[Tensor], parts: int) -> list[Tensor]:
@@ -50,7 +50,7 @@ def predicted(feature: Sequence[Tensor], score: Sequence[Tensor], parts: int) ->
             if score[index].any():
                 log_R = score[index].clamp_min(LEAST * score[index].mean()).log()
                 fits[-1].add(feature[index], log_R - log_R.mean())
-        fits[-1].close(fits[-1].step_sums(CPU))
+        fits[-1].end_step(fits[-1].step_sums(CPU))
     return [fits[(index - 1) % parts].predict(feature_RF) for index, feature_RF in enumerate(feature)]
 
 
@@ -61,7 +61,7 @@ def predicted_rows(model: nn.Module, found: Sequence[Rows]) -> Rows:
     order = torch.randperm(len(scored), generator=torch.Generator().manual_seed(0)).tolist()
     mine = [scored[index] for index in order]
     feature, more = [features(model, row["response"]) for row in mine], Rows(judged=[], costs=[])
-    for name, (of, parts, columns) in SCORED.items():
+    for name, (of, parts, columns) in PREDICTED.items():
         score = [row["scores"][of] for row in mine]
         for row, log_R in zip(mine, predicted([one[:, columns] for one in feature], score, parts), strict=True):
             response, reference_R = row["response"], row["scores"][REFERENCE]
@@ -72,7 +72,7 @@ def predicted_rows(model: nn.Module, found: Sequence[Rows]) -> Rows:
             more["judged"].append({**key, **way, **of_R, "own": float("nan"), "gain": gain})
     for rows in found:
         spent = {row["estimator"]: row for row in rows["costs"]}
-        for name, (of, parts, _) in SCORED.items():
+        for name, (of, parts, _) in PREDICTED.items():
             share = {part: spent[of][part] / parts + plain * (1 - 1 / parts) for part, plain in PLAIN.items()}
             more["costs"].append({**spent[of], "estimator": name, **share})
     return more

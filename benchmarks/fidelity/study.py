@@ -35,13 +35,13 @@ from benchmarks.fidelity.tables import (
     tables_of,
 )
 from benchmarks.language import smollm2
+from benchmarks.language.log_probs import log_probs
 from benchmarks.language.problems import KINDS, problems
 from benchmarks.machine import Device, choose_device, timed
 from benchmarks.report import Progress, Report
 from benchmarks.workload import check_at_least_one
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.probe import PROBES, Probe
-from oar_plugin.passes.plain import log_probs
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from oar_plugin.credit.noise import response_seeds
 from oar_plugin.credit.regression import projected
 from oar_plugin.passes.gradient import Scores
 from oar_plugin.passes.plain import packed_rows
-from oar_plugin.passes.prediction import Amortized, Features, Learned
+from oar_plugin.passes.prediction import Features, ScorePredictor, ValuePredictor
 from oar_plugin.passes.request import Request
 
 CPU = torch.device("cpu")
@@ -19,9 +19,9 @@ Control = Literal["inverted", "doubt", "shuffled"]
 """What is predicted turned round; the columns without hidden states alone; learned from the outcomes of other responses."""
 
 
-def chosen(predictor: Amortized | Learned | None, request: Request, rollout: Any) -> Tensor:
+def chosen(predictor: ScorePredictor | ValuePredictor | None, request: Request, rollout: Any) -> Tensor:
     """Whether to score each response, bool `[B]`."""
-    if not isinstance(predictor, Amortized):
+    if not isinstance(predictor, ScorePredictor):
         return torch.full((len(rollout.token_BL),), predictor is None)
     packed = packed_rows(rollout.token_BL, rollout.segments_BL, rollout.mask_BL)[0]
     seed_B = response_seeds(packed.token_T, packed.response_T, len(rollout.token_BL), request.seed)
@@ -29,7 +29,7 @@ def chosen(predictor: Amortized | Learned | None, request: Request, rollout: Any
 
 
 def with_predictions(
-    predictor: Amortized | Learned,
+    predictor: ScorePredictor | ValuePredictor,
     rollout: Any,
     passes: Sequence[Any],
     scored_B: Tensor,
@@ -43,21 +43,21 @@ def with_predictions(
     if control == "shuffled":
         sign_B = sign_B[torch.randperm(len(sign_B), generator=torch.Generator().manual_seed(step))]
     importance_BL = torch.zeros(rollout.token_BL.shape)
-    if isinstance(predictor, Amortized):
+    if isinstance(predictor, ScorePredictor):
         importance_BL = computed()
         for one, of_pass in zip(passes, features, strict=True):
             if scored_B[one.rows].all():
                 predictor.learn(of_pass, importance_BL[one.rows, : one.token_bL.shape[1]][_mask(rollout, one)])
-        predictor.close(lambda tensor: tensor, CPU)
+        predictor.end_step(lambda tensor: tensor, CPU)
     for one, of_pass in zip(passes, features, strict=True):
         if not scored_B[one.rows].any():
             part_bL = torch.zeros(one.token_bL.shape)
             part_bL[_mask(rollout, one)] = predictor.predict(of_pass)
             importance_BL[one.rows, : part_bL.shape[1]] = part_bL
-        if isinstance(predictor, Learned):
+        if isinstance(predictor, ValuePredictor):
             predictor.learn(of_pass, sign_B[one.rows])
-    if isinstance(predictor, Learned):
-        predictor.close(lambda tensor: tensor, CPU)
+    if isinstance(predictor, ValuePredictor):
+        predictor.end_step(lambda tensor: tensor, CPU)
     return 1 / importance_BL.clamp_min(1e-30) if control == "inverted" else importance_BL
 
 

@@ -39,10 +39,10 @@ from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
 from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
 from oar_plugin.passes.plain import packed_rows
-from oar_plugin.passes.prediction import Amortized, Learned, predictor_of
+from oar_plugin.passes.prediction import ScorePredictor, ValuePredictor, predictor_of
 from oar_plugin.passes.request import Request
 
-Predictor: TypeAlias = Amortized | Learned | None
+Predictor: TypeAlias = ScorePredictor | ValuePredictor | None
 
 MAX_GRADIENT_NORM = 1.0
 HELD_OUT = 512

@@ -24,11 +24,11 @@ import oar_plugin
 from benchmarks.cache import cached
 from benchmarks.fidelity.scores import auc, mean_over_groups
 from benchmarks.fidelity.tables import plus_minus
+from benchmarks.language.log_probs import log_probs
 from benchmarks.report import Table
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.credit.importance import importance_of
-from oar_plugin.passes.plain import log_probs
 from oar_plugin.passes.tokens import TokenBytes
 
 SENTENCE = re.compile(r"(?=\S)[^\n]*?\w[^\n]*?(?:[.?!](?=\s)|\n|\Z)")

@@ -28,11 +28,11 @@ class Status(enum.IntEnum):
     OUT_OF_MEMORY = 13  # in the actor's pass over its micro-batches
     SEARCH_FAILED = 14  # a pattern of the user's own took too long or raised, or the tokenizer raised
     BAD_REWARD = 15  # it has no reward, or its advantage is NaN or infinite, because its reward or a sibling's is
-    LEARNING = 16  # the importance learns from outcomes, and this is its first step
+    LEARNING = 16  # the importance learns from outcomes, and has not seen enough tokens yet
 
 
 MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # the columns of `measured`
-# Of predicted importance, further columns: 1 if it was predicted; how a prediction agreed with computed scores; the share of
+# Further columns of predicted importance: 1 if it was predicted; how a prediction agreed with computed scores; the share of
 # responses that the next step scores. NaN where there is none.
 PREDICTION_NAMES = "amortize/predicted", "amortize/overlap", "amortize/rank_correlation", "amortize/share"
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED, Status.LEARNING))

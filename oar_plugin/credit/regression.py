@@ -14,9 +14,9 @@ from torch import Tensor
 from oar_plugin.credit.noise import signs
 
 COLUMNS = 256
-"""Of a projected hidden state."""
+"""A projected hidden state has this many columns."""
 DECAY = 0.95
-"""Of the sums, from one step to the next."""
+"""The sums of earlier steps count this much in each step."""
 SCORE_FEATURES, VALUE_FEATURES = 2 * COLUMNS + 4, 2 * COLUMNS + 2
 
 
@@ -33,13 +33,13 @@ def _projection(size: int, device: torch.device) -> Tensor:
     return signs(torch.arange(size), 0, COLUMNS).to(device)
 
 
-def of_score(own_NP: Tensor, before_NP: Tensor, doubt_N: Tensor, place_N: Tensor) -> Tensor:
-    """Features of a token's score: hidden state of the token and of the one before it, doubt (1 - probability), and place.
+def of_score(own_NP: Tensor, before_NP: Tensor, doubt_N: Tensor, position_N: Tensor) -> Tensor:
+    """Features of a token's score: hidden state of the token and of the one before it, doubt (1 - probability), and position.
 
-    `place_N` is -1 at the first reasoning token and 1 at the last one.
+    `position_N` is -1 at the first reasoning token and 1 at the last one.
     """
     one_N = torch.ones_like(doubt_N)
-    return torch.cat([own_NP, before_NP, torch.stack([doubt_N, place_N, place_N.square(), one_N], -1)], -1)
+    return torch.cat([own_NP, before_NP, torch.stack([doubt_N, position_N, position_N.square(), one_N], -1)], -1)
 
 
 def of_value(own_NP: Tensor, doubt_N: Tensor) -> Tensor:
@@ -48,24 +48,24 @@ def of_value(own_NP: Tensor, doubt_N: Tensor) -> Tensor:
 
 
 def _wide(device: torch.device) -> torch.dtype:
-    """Of sums: float64 where a device has it."""
+    """The type that sums are made in: float64 where a device has it."""
     return torch.float32 if device.type in ("mps", "npu") else torch.float64
 
 
 class Regression:
     """Ridge regression on F features. `tokens`: the number of tokens in its sums, where earlier ones count less.
 
-    `add` collects the sums of this rank and step. `close` ends the step: it takes the sums over all ranks, and fits.
+    `add` collects the sums of this rank and step. `end_step` ends the step: it takes the sums over all ranks, and fits.
     """
 
     def __init__(self, features: int, ridge: float) -> None:
         self.ridge, self.tokens = ridge, 0.0
         self._shape = features, features + 1  # X^T X beside X^T y
-        self._sums, self._step = torch.zeros(self._shape, dtype=torch.float64), torch.zeros(0)
+        self._sums, self._step = torch.zeros(self._shape, dtype=torch.float64), torch.zeros(())
         self._coefficient_F = torch.zeros(features)
 
     def predict(self, feature_NF: Tensor) -> Tensor:
-        """float32 `[N]`, as the last `close` left it; 0 before the first."""
+        """float32 `[N]`, as the last `end_step` left it; 0 before the first."""
         with torch.autocast(feature_NF.device.type, enabled=False):
             return feature_NF @ self._coefficient_F.to(feature_NF)
 
@@ -74,15 +74,15 @@ class Regression:
         wide = torch.cat([feature_NF, target_N[:, None].to(feature_NF)], -1).to(_wide(feature_NF.device))
         wide = wide.where(wide.isfinite().all(-1, keepdim=True), 0.0)
         sums = wide[:, :-1].T @ wide
-        self._step = sums if not len(self._step) else self._step + sums
+        self._step = self._step.to(sums) + sums
 
     def step_sums(self, device: torch.device) -> Tensor:
-        """Of this rank and step, to be summed over ranks."""
-        return (self._step if len(self._step) else torch.zeros(self._shape)).to(device, _wide(device))
+        """The sums of this rank and step, to be summed over ranks."""
+        return self._step.to(device, _wide(device)).expand(self._shape).contiguous()
 
-    def close(self, sums: Tensor) -> None:
+    def end_step(self, sums: Tensor) -> None:
         """Ends a step with `step_sums`, summed over all ranks that share no rows. Without tokens nothing changes."""
-        self._step, sums = torch.zeros(0), sums.cpu().double()
+        self._step, sums = torch.zeros(()), sums.cpu().double()
         count = sums[-1, -2].item()  # the last feature is 1
         if not count:
             return

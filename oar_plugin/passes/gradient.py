@@ -157,9 +157,9 @@ class MicroBatchPass:
         packed, request, num_tokens = self.packed, self.request, len(self.packed.token_T)
         num_responses = len(packed.offsets) - 1
         hidden = request.reads_hidden
-        self.scores = (
-            Scores(self.importance, num_tokens, layout.device, hidden, self.reads) if scores is None else scores
-        )
+        if scores is None:
+            scores = Scores(self.importance, num_tokens, layout.device, hidden, self.reads)
+        self.scores = scores
         place_T = torch.arange(num_tokens) if place_T is None else place_T
         response_T, reasoning_T = packed.response_T, packed.reasoning_T
         seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
@@ -202,9 +202,8 @@ class MicroBatchPass:
 
         def probe(project: Project, hidden_NH: Tensor) -> Tensor | None:
             if sees:
-                for chosen_N, chunk_NH in zip(
-                    self._seen_place_N.split(SEEN), hidden_NH[read:].detach().split(SEEN), strict=True
-                ):
+                chunks = self._seen_place_N.split(SEEN), hidden_NH[read:].detach().split(SEEN)
+                for chosen_N, chunk_NH in zip(*chunks, strict=True):
                     self.scores.hidden_TP[chosen_N] = projected(chunk_NH)
             if reads:
                 read_logits(project, hidden_NH[count:read], lambda z, at: self._read(self._later.select(at), z.float()))

@@ -1,6 +1,6 @@
 """Importance of a padded batch from a HuggingFace model, for hosts with padded batches, notebooks and benchmarks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,7 +13,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.predicted_batch import PredictedBatch
-from oar_plugin.passes.prediction import Amortized, Learned
+from oar_plugin.passes.prediction import ScorePredictor, ValuePredictor
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps, to_device
 from oar_plugin.passes.trial import Reading, check_by_trial
@@ -98,10 +98,12 @@ def batch_importance(
     token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
     importance_BL = torch.zeros(token.shape)
     rows = (segments == Segment.REASONING).any(-1).nonzero()[:, 0]
-    groups = _of_like_length(rows, mask.sum(-1), max_tokens)
+    groups = of_like_length(rows, mask.sum(-1), max_tokens)
     # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
     most = max_over_ranks(len(groups))
-    _try(model, request, token, mask, most, max_over_ranks)
+    if most:
+        sequence = token[mask].to(next(model.parameters()).device)
+        check_by_trial(model, request, sequence, partial(_read, model), max_over_ranks)
     for group in groups:
         part = token[group], segments[group], mask[group]
         importance_BL[group] = gradient_importance(model, request, *part, checkpoint_activations)
@@ -117,7 +119,7 @@ def batch_importance(
 def predicted_importance(
     model: nn.Module,
     request: Request,
-    predictor: Amortized | Learned,
+    predictor: ScorePredictor | ValuePredictor,
     token_BL: Tensor,
     segments_BL: Tensor,
     mask_BL: Tensor,
@@ -129,18 +131,19 @@ def predicted_importance(
 ) -> tuple[Tensor, Tensor]:
     """`batch_importance` with a `predictor`, which learns from the batch; and `PREDICTION_NAMES`, float32 `[B, 4]`.
 
-    `sign_B` are the signs of advantages, which only `Learned` reads. `sum_over_ranks` returns a tensor's sum over all ranks.
-    Before `Learned` has learned, importance is 0.
+    `sign_B` are the signs of advantages, which only `ValuePredictor` reads. `sum_over_ranks` returns a tensor's sum over all
+    ranks. Importance is 0 until enough tokens were seen.
     """
     token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
     usable_B, device = (segments == Segment.REASONING).any(-1), next(model.parameters()).device
     packed = packed_rows(token, segments, mask)[0]
     batch = PredictedBatch(predictor, request, packed, usable_B, sum_over_ranks, device)
     importance_BL = torch.zeros(token.shape)
-    _try(model, request, token, mask, max_over_ranks(int(usable_B.sum())), max_over_ranks)
+    if max_over_ranks(int(usable_B.sum())):
+        check_by_trial(model, request, token[mask].to(device), partial(_read, model), max_over_ranks)
 
     def run(asked: Request, wanted_B: Tensor) -> None:
-        groups = _of_like_length(wanted_B.nonzero()[:, 0], mask.sum(-1), max_tokens)
+        groups = of_like_length(wanted_B.nonzero()[:, 0], mask.sum(-1), max_tokens)
         most = max_over_ranks(len(groups))
         for group in groups:
             rows = token[group], segments[group], mask[group]
@@ -159,21 +162,7 @@ def predicted_importance(
     batch.learn(torch.arange(len(token)), [row[keep] for row, keep in zip(importance_BL, mask, strict=True)])
     run(batch.predicting, usable_B & ~batch.scored_B)
     _release(model)
-    return importance_BL.to(token_BL.device), batch.close(usable_B)
-
-
-def _try(
-    model: nn.Module,
-    request: Request,
-    token_BL: Tensor,
-    mask_BL: Tensor,
-    most: int,
-    max_over_ranks: Callable[[int], int],
-) -> None:
-    """`check_by_trial` on the batch's own tokens, if any rank runs the model."""
-    if most:
-        sequence = token_BL[mask_BL].to(next(model.parameters()).device)
-        check_by_trial(model, request, sequence, partial(_read, model), max_over_ranks)
+    return importance_BL.to(token_BL.device), batch.end_step(usable_B)
 
 
 def _release(model: nn.Module) -> None:
@@ -181,27 +170,6 @@ def _release(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-@torch.no_grad()
-def log_probs(
-    model: nn.Module, rows: Sequence[tuple[Tensor, Tensor]], temperature: float, max_tokens: int
-) -> list[Tensor]:
-    """Log-probs of responses after prompts (rows of both), float32 `[L]` each, on the CPU.
-
-    For `temperature` and `max_tokens` see `oar_plugin.importance`.
-    """
-    found, device = list[Tensor]([torch.zeros(0)] * len(rows)), next(model.parameters()).device
-    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in rows])
-    for group in _of_like_length(torch.arange(len(rows)), lengths, max_tokens):
-        # Padding behind each row needs no mask.
-        token_KT = pad_sequence([torch.cat(rows[row]) for row in group.tolist()], True).to(device)
-        logits_KTV = model(input_ids=token_KT, use_cache=False).logits[:, :-1]
-        for row, logits_TV, token_T in zip(group.tolist(), logits_KTV, token_KT[:, 1:], strict=True):
-            own = slice(len(rows[row][0]) - 1, lengths[row] - 1)
-            scaled_LV = logits_TV[own].float() / temperature
-            found[row] = -nn.functional.cross_entropy(scaled_LV, token_T[own], reduction="none").cpu()
-    return found
 
 
 def copies_importance(
@@ -238,7 +206,7 @@ def _read(model: nn.Module, sequences: list[Tensor]) -> list[Reading]:
     return [reading]
 
 
-def _of_like_length(rows: Tensor, length_B: Tensor, max_tokens: int) -> list[Tensor]:
+def of_like_length(rows: Tensor, length_B: Tensor, max_tokens: int) -> list[Tensor]:
     """Splits rows into micro-batches of similar length; returns the row indices of each."""
     groups: list[list[int]] = []
     for row in rows[length_B[rows].argsort(stable=True)].tolist():

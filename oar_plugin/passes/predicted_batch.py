@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from oar_plugin.credit.noise import response_seeds
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.prediction import Amortized, Features, Learned
+from oar_plugin.passes.prediction import Features, ScorePredictor, ValuePredictor
 from oar_plugin.passes.request import Request
 
 NOT_PREDICTED_4 = torch.tensor([0.0, torch.nan, torch.nan, torch.nan])  # `PREDICTION_NAMES`
@@ -17,7 +17,7 @@ NOT_PREDICTED_4 = torch.tensor([0.0, torch.nan, torch.nan, torch.nan])  # `PREDI
 
 class PredictedBatch:
     """A host runs the rows of `scored_B` first, with the request `scoring`, and calls `field` for each micro-batch. It calls
-    `learn`, runs the other rows with the request `predicting`, calls `field` for them too, and then `close`.
+    `learn`, runs the other rows with the request `predicting`, calls `field` for them too, and then `end_step`.
 
     Args:
         predictor: of the run. It learns from the batch.
@@ -30,7 +30,7 @@ class PredictedBatch:
 
     def __init__(
         self,
-        predictor: Amortized | Learned,
+        predictor: ScorePredictor | ValuePredictor,
         request: Request,
         packed: Packed,
         usable_B: Tensor,
@@ -40,16 +40,15 @@ class PredictedBatch:
     ) -> None:
         self.predictor, self._given, self._scoring = predictor, given, True
         self._total, self._device = total, device
-        self._kept = list[
-            tuple[Sequence[int], Features]
-        ]()  # of rows in the scoring pass, until their importance is known
+        # Of rows in the scoring pass, until their importance is known.
+        self._kept = list[tuple[Sequence[int], Features]]()
         self.scoring = request if given is None else replace(request, predicts=True)
         self.predicting = replace(request, predicts=True)
         self.scored_B = torch.zeros_like(usable_B)
         self.prediction_B4 = NOT_PREDICTED_4.repeat(len(usable_B), 1)
         if given is not None:
             self.scored_B = usable_B & given[1]
-        elif isinstance(predictor, Amortized):
+        elif isinstance(predictor, ScorePredictor):
             seed_B = response_seeds(packed.token_T, packed.response_T, len(usable_B), request.seed)
             size_2 = torch.stack([packed.reasoning_T.sum(), usable_B.sum()])
             self.scored_B = usable_B & predictor.chosen(seed_B, lambda: total(size_2.to(device)))
@@ -61,12 +60,12 @@ class PredictedBatch:
         `sign_B` (int64) are the signs of their advantages.
         """
         features = Features(packed, scores, log_prob_T)
-        if isinstance(self.predictor, Amortized) and self._scoring:
+        if isinstance(self.predictor, ScorePredictor) and self._scoring:
             self._kept.append((rows, features))
             given = torch.zeros(len(packed.token_T))
             return importance_of_scores(self.scoring, packed, scores) if self._given is None else given
         importance_T = self.predictor.predict(features)
-        if isinstance(self.predictor, Learned):
+        if isinstance(self.predictor, ValuePredictor):
             self.predictor.learn(features, sign_B)
         return importance_T
 
@@ -82,7 +81,7 @@ class PredictedBatch:
             importance: a row's last tokens, all of its response at least.
         """
         importance, self._scoring = importance if self._given is None else self._given[0], False
-        if not isinstance(self.predictor, Amortized):
+        if not isinstance(self.predictor, ScorePredictor):
             return importance
         for numbers, features in self._kept:
             rows, parts = row_of[numbers], list[Tensor]()
@@ -90,7 +89,7 @@ class PredictedBatch:
                 own_L = importance[row] if self.scored_B[row] else torch.full_like(importance[row], torch.nan)
                 parts.append(pad(own_L, (size - len(own_L), 0)))
             self.prediction_B4[rows, 1:3] = self.predictor.learn(features, torch.cat(parts))
-        self.predictor.close(self._total, self._device)
+        self.predictor.end_step(self._total, self._device)
         self.prediction_B4[:, 3] = self.predictor.share
         for numbers, features in self._kept:
             predicted = self.predictor.predict(features).split(features.packed.offsets.diff().tolist())
@@ -100,9 +99,9 @@ class PredictedBatch:
         self._kept = []
         return importance
 
-    def close(self, usable_B: Tensor) -> Tensor:
+    def end_step(self, usable_B: Tensor) -> Tensor:
         """Ends the batch. Returns `PREDICTION_NAMES` of each row, float32 `[B, 4]`; `usable_B` are rows with an importance."""
-        if isinstance(self.predictor, Learned):
-            self.predictor.close(self._total, self._device)
+        if isinstance(self.predictor, ValuePredictor):
+            self.predictor.end_step(self._total, self._device)
         self.prediction_B4[:, 0] = (usable_B & ~self.scored_B).float()
         return self.prediction_B4

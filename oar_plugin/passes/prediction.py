@@ -1,8 +1,8 @@
 """Importance that is predicted from hidden states: `algorithm.oar.amortize`, and importances that learn from outcomes.
 
-An `Amortized` belongs to a run. In each step it says which responses are scored (`chosen`). It learns their scores (`learn`,
-then `close`), and predicts those of the others (`predict`), which run through the model without a graph. A `Learned` scores
-nothing: it predicts all responses from earlier steps, and learns how their outcomes were.
+A `ScorePredictor` belongs to a run. In each step it says which responses are scored (`chosen`). It learns their scores
+(`learn`, then `end_step`), and predicts those of the others (`predict`), which run through the model without a graph. A
+`ValuePredictor` scores nothing: it predicts all responses from earlier steps, and learns how their outcomes were.
 
 A state holds no token, and every rank has the same one. A resumed run begins with a new one: its first step scores more
 responses, as the first step of a run does.
@@ -24,23 +24,25 @@ from oar_plugin.passes.taps import to_device
 logger = logging.getLogger("oar_plugin")
 
 ENOUGH = 4 * SCORE_FEATURES
-"""Tokens that scores are predicted from; until they were seen, more responses are scored."""
-MARGIN, FEWEST = 2.0, 16
-"""A first step chooses responses with about this many times `ENOUGH` tokens, and about this many responses at least. As many
-must be measured before the share is doubled."""
+"""Scores are predicted from this many tokens on; until then, more responses are scored."""
+MARGIN = 2.0
+"""A first step chooses responses with about this many times `ENOUGH` tokens."""
+FEWEST = 16
+"""And about this many responses at least. As many are measured before the share is doubled."""
 TOP = 0.2
-"""Share of a response's tokens whose overlap is watched."""
+"""Overlap is watched for this share of a response's tokens."""
 LEAST = 1e-6
-"""Of a response's mean score: smaller scores count as this one, or their logarithms would decide."""
+"""Scores below this share of a response's mean count as this one, or their logarithms would decide."""
 RIDGE = 100.0
 """Added to the sums, which have about 1 per token and feature on their diagonal."""
 LARGEST = 60.0
-"""Of a predicted logarithm: its exponential is finite in float32."""
+"""Predicted logarithms are cut to this size: the exponential is finite in float32."""
 CHUNK = 2**15
+"""Features of this many tokens are held at once: of all, they would take twice the memory of the hidden states."""
 
 
 class Features:
-    """What is known of the N reasoning tokens of a micro-batch, in its order: hidden states, doubts, places.
+    """What is known of the N reasoning tokens of a micro-batch, in its order: hidden states, doubts, positions.
 
     `packed` is on the CPU, `scores` on the device. float32 `log_prob_T`, on any device, has the log-prob of each packed token.
     """
@@ -53,17 +55,17 @@ class Features:
         self._own_N, self._before_N = to_device(device, at_N, at_N - 1)
         self._doubt_T, log_prob_T = self._hidden_TP.new_zeros(len(reasoning_T)), log_prob_T.to(device, torch.float32)
         self._doubt_T[self._own_N] = -torch.expm1(log_prob_T[self._own_N])
-        self._place_N = _places(self.response_N, len(packed.offsets) - 1).to(device)
+        self._position_N = _positions(self.response_N, len(packed.offsets) - 1).to(device)
 
     def chunks(self) -> list[slice]:
-        """Parts of the N tokens: features of all of them would take twice the memory of their hidden states."""
+        """Parts of the N tokens, whose features are made one after the other."""
         return [slice(start, start + CHUNK) for start in range(0, len(self.response_N), CHUNK)]
 
     def of_score(self, chosen: slice) -> Tensor:
         """float32 `[n, F]`."""
         own_N, before_N = self._own_N[chosen], self._before_N[chosen]
         hidden = self._hidden_TP[own_N], self._hidden_TP[before_N]
-        return of_score(*hidden, self._doubt_T[own_N], self._place_N[chosen])
+        return of_score(*hidden, self._doubt_T[own_N], self._position_N[chosen])
 
     def of_value(self, chosen: slice, before: bool = False) -> Tensor:
         """float32 `[n, F]`, of the value after each token, or before it."""
@@ -96,35 +98,33 @@ class Predictor:
             torch.cat([torch.zeros(0), *(self._predict(features, one).cpu() for one in features.chunks())])
         )
 
-    def close(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    def end_step(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Ends a step. `total` returns the sum of a tensor on `device` over the ranks that hold different rows."""
         sums = self.regression.step_sums(device)
         summed = total(torch.cat([sums.flatten(), self._measured.to(sums)])).cpu().double()
-        self.regression.close(summed[: sums.numel()].view_as(sums))
-        self._close(summed[sums.numel() :])
+        self.regression.end_step(summed[: sums.numel()].view_as(sums))
+        self._end_step(summed[sums.numel() :])
         self._measured.zero_()
 
     def _predict(self, features: Features, chosen: slice) -> Tensor:
         raise NotImplementedError
 
-    def _close(self, measured_4: Tensor) -> None:
+    def _end_step(self, measured_4: Tensor) -> None:
         pass
 
 
-class Amortized(Predictor):
+class ScorePredictor(Predictor):
     """Scores of a share of the responses, predicted for the others.
 
-    `share` is doubled if predictions agree with scores too little. `level`: mean logarithm of a response's scores.
+    `share` is doubled if predictions agree with scores too little. `mean_log`: mean logarithm of a response's scores.
     """
 
     def __init__(self, config: OarConfig) -> None:
         super().__init__(SCORE_FEATURES)
         assert config.amortize.share is not None
-        self.share, self._least, self.level = config.amortize.share, config.amortize.least_overlap, 0.0
-        self._agreed, self._warned = (
-            (0.0, 0.0),
-            False,
-        )  # sums of overlaps and of responses, where earlier ones count less
+        self.share, self._least, self.mean_log = config.amortize.share, config.amortize.least_overlap, 0.0
+        self._agreed = 0.0, 0.0  # sums of overlaps and of responses, where earlier ones count less
+        self._warned = False
 
     def chosen(self, seed_B: Tensor, size: Callable[[], Tensor]) -> Tensor:
         """Whether to score each response, bool `[B]`, by a hash of its tokens and the step (`response_seeds`).
@@ -164,12 +164,12 @@ class Amortized(Predictor):
         return agreement_B2
 
     def _predict(self, features: Features, chosen: slice) -> Tensor:
-        log_N = self.regression.predict(features.of_score(chosen)) + self.level
+        log_N = self.regression.predict(features.of_score(chosen)) + self.mean_log
         return log_N.clamp(-LARGEST, LARGEST).exp()
 
-    def _close(self, measured_4: Tensor) -> None:
-        level, rows, overlap, measured = measured_4.tolist()
-        self.level = level / rows if rows else self.level
+    def _end_step(self, measured_4: Tensor) -> None:
+        mean_log, rows, overlap, measured = measured_4.tolist()
+        self.mean_log = mean_log / rows if rows else self.mean_log
         self._agreed = DECAY * self._agreed[0] + overlap, DECAY * self._agreed[1] + measured
         too_little = self._agreed[0] < self._least * self._agreed[1]
         if too_little and self._agreed[1] >= FEWEST and self.share < 1:
@@ -177,13 +177,13 @@ class Amortized(Predictor):
                 mean = self._agreed[0] / self._agreed[1]
                 logger.warning(
                     "OAR: predictions share %.0f %% of the top tokens of computed scores, less than %s=%g: the share of scored "
-                    "responses is doubled until they agree more; see the metric oar/amortize/predicted",
+                    "responses is doubled until they agree more; see the metrics oar/amortize/overlap and oar/amortize/share",
                     100 * mean, f"{PREFIX}.amortize.least_overlap", self._least,
                 )  # fmt: skip
             self.share, self._agreed, self._warned = min(1.0, 2 * self.share), (0.0, 0.0), True
 
 
-class Learned(Predictor):
+class ValuePredictor(Predictor):
     """The value of a token: what its hidden state says about the outcome. Importance is how far a token changes it."""
 
     def __init__(self) -> None:
@@ -217,8 +217,8 @@ def agreement(predicted_R: Tensor, score_R: Tensor) -> tuple[float, float]:
     return len(top[0] & top[1]) / count, correlation.item()
 
 
-def _places(response_N: Tensor, count: int) -> Tensor:
-    """Place of each reasoning token among those of its response, float32 `[N]`, from -1 to 1; 0 for a single one."""
+def _positions(response_N: Tensor, count: int) -> Tensor:
+    """Position of each reasoning token among those of its response, float32 `[N]`, from -1 to 1; 0 for a single one."""
     size_B = response_N.bincount(minlength=count)
     first_B = size_B.cumsum(0) - size_B
     index_N = torch.arange(len(response_N)) - first_B[response_N]
@@ -226,8 +226,8 @@ def _places(response_N: Tensor, count: int) -> Tensor:
     return torch.where(last_N > 0, 2 * index_N / last_N.clamp_min(1) - 1, 0.0).float()
 
 
-def predictor_of(config: OarConfig, importance: str | None = None) -> Amortized | Learned | None:
+def predictor_of(config: OarConfig, importance: str | None = None) -> ScorePredictor | ValuePredictor | None:
     """A new predictor, or None if these settings need none. `importance` in place of that of the settings."""
     if importance_of(importance or config.importance).learns:
-        return Learned()
-    return None if config.amortize.share is None else Amortized(config)
+        return ValuePredictor()
+    return None if config.amortize.share is None else ScorePredictor(config)

@@ -16,7 +16,7 @@ def tokens(seed, count=40, size=5):
 def step(regression, *batches):
     for batch in batches:
         regression.add(*batch)
-    regression.close(regression.step_sums(torch.device("cpu")))
+    regression.end_step(regression.step_sums(torch.device("cpu")))
 
 
 def test_it_is_the_ridge_regression_of_all_steps_where_earlier_ones_count_less():
@@ -41,7 +41,7 @@ def test_sums_over_ranks_are_those_of_one_process():
         rank.add(*batch)
     summed = sum(rank.step_sums(torch.device("cpu")) for rank in ranks)
     for rank in ranks:
-        rank.close(summed.clone())
+        rank.end_step(summed.clone())
         torch.testing.assert_close(rank.predict(torch.eye(5)), one.predict(torch.eye(5)))
 
 

@@ -8,10 +8,9 @@ import logging
 import pytest
 import torch
 
-from oar_plugin.credit.diagnostics import PREDICTION_NAMES
 from oar_plugin.passes import prediction
 from oar_plugin.passes.plain import batch_importance, predicted_importance
-from oar_plugin.passes.prediction import Amortized, Learned, agreement, predictor_of
+from oar_plugin.passes.prediction import ScorePredictor, ValuePredictor, agreement, predictor_of
 from tests.asked import asked
 from tests.hosts.engine import world
 from tests.passes.batch import padded, rows_of
@@ -112,34 +111,34 @@ def test_predictions_that_agree_too_little_double_the_share_and_say_so_once(mode
     assert shares[0] == 0.1
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    assert [record.getMessage() for record in caplog.records if "amortize.least_overlap=1" in record.getMessage()] != []
-    assert len(caplog.records) == 1
+    (record,) = caplog.records
+    assert "amortize.least_overlap=1" in record.getMessage()
 
 
 def test_a_response_without_usable_scores_teaches_nothing(monkeypatch):
     monkeypatch.setattr(prediction, "ENOUGH", 1)
     config = asked("fisher", **SHARED).config
-    clean, spoiled = Amortized(config), Amortized(config)
+    clean, spoiled = ScorePredictor(config), ScorePredictor(config)
     features = _features(2)
     scores_T = torch.rand(len(features.packed.token_T)) + 0.1
     for predictor, bad in ((clean, torch.nan), (spoiled, torch.inf)):
         predictor.learn(features, torch.where(features.packed.response_T == 1, bad, scores_T))
-        predictor.close(lambda tensor: tensor, torch.device("cpu"))
+        predictor.end_step(lambda tensor: tensor, torch.device("cpu"))
     assert clean.regression.tokens == (features.response_N == 0).sum()
     assert torch.equal(clean.predict(features), spoiled.predict(features))
-    zeros = Amortized(config)
+    zeros = ScorePredictor(config)
     zeros.learn(features, torch.zeros_like(scores_T))
-    zeros.close(lambda tensor: tensor, torch.device("cpu"))
+    zeros.end_step(lambda tensor: tensor, torch.device("cpu"))
     assert zeros.regression.tokens == 0
 
 
 def test_a_prediction_that_is_not_finite_stays_so(monkeypatch):
     """The gate then lets the response fall back, and a metric counts it."""
     monkeypatch.setattr(prediction, "ENOUGH", 1)
-    predictor, features = Learned(), _features(1)
+    predictor, features = ValuePredictor(), _features(1)
     features._hidden_TP[-1] = torch.nan
     predictor.learn(features, torch.tensor([1]))
-    predictor.close(lambda tensor: tensor, torch.device("cpu"))
+    predictor.end_step(lambda tensor: tensor, torch.device("cpu"))
     assert predictor.regression.tokens > 0
     assert not predictor.predict(features).isfinite().all()
 
@@ -159,4 +158,3 @@ def test_agreement_by_hand():
     assert agreement(ten, ten) == (1.0, pytest.approx(1.0))
     assert agreement(-ten, ten) == (0.0, pytest.approx(-1.0))
     assert agreement(ten.where(ten != 8, -1.0), ten)[0] == 0.5
-    assert len(PREDICTION_NAMES) == 4

@@ -24,19 +24,7 @@ from oar_plugin.credit.importance.value import Value
 __all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "importance_of"]
 
 IMPORTANCES: dict[str, Importance] = {
-    kind.name: kind()
-    for kind in (
-        Fisher,
-        OarG,
-        Decision,
-        OarP,
-        Hybrid,
-        Grail,
-        SpanMasking,
-        Value,
-        Entropy,
-        Random,
-    )
+    kind.name: kind() for kind in (Fisher, OarG, Decision, OarP, Hybrid, Grail, SpanMasking, Value, Entropy, Random)
 }
 
 

@@ -41,9 +41,9 @@ def settings_of(args: Any) -> OarConfig:
     if config.offloads:
         faults.append(f"{OPTION}.perturbation.backend=rollout: its engines score nothing; allowed: actor")
     if config.amortize.share is not None or config.importance_object.learns:
-        setting = f"amortize.share={config.amortize.share}, importance={config.importance}"
+        setting = f"amortize.share={config.amortize.share} with importance={config.importance}"
         faults.append(
-            f"{OPTION}: {setting}: importance is not predicted here; allowed: null, importances that are computed"
+            f"{OPTION}.{setting}: nothing is predicted here; allowed: null, and an importance that is computed"
         )
     if faults:
         raise OarConfigError("\n".join(faults))

@@ -178,8 +178,9 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     self._lost_time = step, LostTime()
                 found_by = self._finder, self._token_bytes, self._eos_ids, *longest, self._lost_time[1]
                 segments, status = segment_response(output.response_ids, mask, *found_by)
-                chosen = self._chosen(output, step)
-                record = replace(record, status=status if chosen or status != Status.SCORED else Status.NOT_SCORED)
+                if status == Status.SCORED and not self._chosen(output, step):
+                    status = Status.NOT_SCORED
+                record = replace(record, status=status)
                 if record.status == Status.SCORED:
                     result, record = await self._score(output, segments, step)
                     if result.importance is not None:

@@ -30,16 +30,13 @@ from oar_plugin.hosts.verl.capabilities import subclass
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
 from oar_plugin.passes.predicted_batch import PredictedBatch
-from oar_plugin.passes.prediction import Amortized, Learned, predictor_of
+from oar_plugin.passes.prediction import ScorePredictor, ValuePredictor, predictor_of
 from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, SECONDS, STATUS, Request, nested
 from oar_plugin.passes.segments import end_of_sequence_tokens, longest_of, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
 
-SCORED_3, PREDICTED_3 = torch.tensor(
-    [[0.0, torch.nan, torch.nan], [1.0, torch.nan, torch.nan]]
-)  # of `PREDICTION_NAMES`
 ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
 
@@ -73,7 +70,7 @@ class ImportancePass:
     engine_config: Any
     model_config: Any
 
-    _predictor: Amortized | Learned | None = None  # of the run; a resumed run begins with a new one
+    _predictor: ScorePredictor | ValuePredictor | None = None  # of the run; a resumed run begins with a new one
     _predicted: PredictedBatch | None = None  # the batch, if its importance is predicted
     _checked: frozenset[str] = frozenset()  # names of importances that `_check_supported` has accepted
 
@@ -157,15 +154,15 @@ class ImportancePass:
                 output, seconds = scored
                 outputs.append(output)
                 place(importance, order[:num_ahead], output)
+        begun = mark()
+        if kind.copies is not None and not (predicted and predicted.scoring.predicts):
+            scored_B = status_B.where(score_B, int(Status.NOT_NEEDED))
+            zero_non_finite(importance, scored_B)
+            status_B[scored_B == Status.NON_FINITE] = Status.NON_FINITE
+            importance = self._copies_importance(data, request, segments, scored_B, importance)
         if predicted is not None:  # what it predicts depends on the scores of this batch, those of copies too
-            begun = mark()
-            if kind.copies is not None and not predicted.scoring.predicts:
-                scored_B = status_B.where(score_B, int(Status.NOT_NEEDED))
-                zero_non_finite(importance, scored_B)
-                status_B[scored_B == Status.NON_FINITE] = Status.NON_FINITE
-                importance = self._copies_importance(data, request, segments, scored_B, importance)
             importance = predicted.learn(order, importance)
-            seconds += seconds_between(begun, mark())
+        seconds += seconds_between(begun, mark())
         if num_ahead < len(order) and not (request.importance_only and predicted is None):
             rest = order[num_ahead:]
             asked_rest = None if predicted is None else predicted.predicting
@@ -184,13 +181,10 @@ class ImportancePass:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
         begun = mark()
-        if kind.copies is not None and predicted is None:
-            zero_non_finite(importance, status_B)
-            importance = self._copies_importance(data, request, segments, status_B, importance)
         zero_non_finite(importance, status_B)
         answer = weigh_rows(importance, segments, status_B, request.config, kind)
         if predicted is not None:
-            columns = zip(answer[MEASURES], predicted.close(status_B == Status.SCORED), strict=True)
+            columns = zip(answer[MEASURES], predicted.end_step(status_B == Status.SCORED), strict=True)
             answer[MEASURES] = [torch.cat([measure_4, prediction_4]) for measure_4, prediction_4 in columns]
         seconds += seconds_between(begun, mark())
         answer[SECONDS] = [torch.tensor([seconds / len(segments)])] * len(segments)
@@ -204,7 +198,7 @@ class ImportancePass:
             self._predictor = self._predictor or predictor_of(request.config, request.importance)
             assert self._predictor is not None
             given = None
-            if isinstance(self._predictor, Amortized) and request.config.offloads:
+            if isinstance(self._predictor, ScorePredictor) and request.config.offloads:
                 engine_B = values_of(data, ENGINE_FIELDS[STATUS])  # behind the gate
                 scored_B = (engine_B == Status.SCORED) | (engine_B == Status.CONSTANT)
                 given = response_rows(data, ENGINE_FIELDS[IMPORTANCE]), scored_B

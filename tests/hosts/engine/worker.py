@@ -252,10 +252,8 @@ def run(
         before = state(engine)
         data = ready(engine, rows, packed, dynamic, fused)
         tu.assign_non_tensor_data(data, REQUEST, request_of(only, **request))
-        engine._predictor, steps = (
-            None,
-            1 + Request.from_dict(request_of(**request)).reads_hidden,
-        )  # the first one learns
+        engine._predictor = None
+        steps = 1 + Request.from_dict(request_of(**request)).reads_hidden  # the first one learns
         with around or nullcontext(), graphs_beside_log_probs() as graphs:
             for _ in range(steps):
                 output = engine.infer_batch(data.clone())["model_output"]
