@@ -163,7 +163,7 @@ def _predicted(all_counts: dict[str, dict[str, Counts]]) -> Table:
         # Features, the share of tokens that are learned, and what scores of these cost.
         ways = {
             "fisher, 1 in 8": (SCORE_FEATURES, 1 / 8, fisher),
-            "oar_p, spans of 8, cached prefix, 1 in 20": (SCORE_FEATURES, 1 / 20, copies),
+            **{f"oar_p, spans of 8, cached prefix, 1 in {n}": (SCORE_FEATURES, 1 / n, copies) for n in (20, 300)},
             "value": (VALUE_FEATURES, 1.0, 0.0),
         }
         for label, (features, share, scores) in ways.items():

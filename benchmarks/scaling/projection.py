@@ -1,12 +1,13 @@
 """What GRPO's and OAR's steps of a recipe would take on 8 to 512 GPUs, by the planner. Nothing here is measured."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.count.ship import add_counts
 from benchmarks.report import Progress, Report, Table
+from oar_plugin.config import PREFIX
 from oar_plugin.runs.plan.hardware import DRIVER_SECONDS_PER_TOKEN, EXPECTED, GATE_SECONDS_PER_TOKEN, choose_gpu
 from oar_plugin.runs.plan.known import PlanError
 from oar_plugin.runs.plan.planning import ACTOR, GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE, Plan
@@ -16,6 +17,14 @@ SIZES = (8, 16, 32, 64, 128, 256, 512)
 MODES = ("weak", "strong")
 GPU = choose_gpu("H100-80")
 PHASES = (GENERATION, LOG_PROB, IMPORTANCE, GATE, UPDATE)
+OF_ENGINES = {"importance": "oar_p", "perturbation.span": 8, "perturbation.backend": "rollout"}
+WAYS = {
+    "fisher, 1 in 8 scored": {"amortize.share": 1 / 8},
+    "oar_p, spans of 8 on the engines": OF_ENGINES,
+    **{f"the same, 1 in {n} scored": {**OF_ENGINES, "amortize.share": 1 / n} for n in (20, 300)},
+    "value": {"importance": "value"},
+}
+"""Keys of `algorithm.oar`, and their values."""
 STEP, MEASURED = "step: OAR / GRPO", "measured part: OAR / GRPO"
 
 NOTES = (
@@ -42,7 +51,7 @@ def measure(recipes: Sequence[str], progress: Progress) -> Report:
     sizes, times = ("GPUs", "sequences", "DP"), [f"{phase.removeprefix('OAR: ')} s" for phase in PHASES]
     columns = (*sizes, *times, STEP, MEASURED, "memory")
     made: dict[str, list[dict[str, Any]]] = {}
-    tables, problems = [], dict[str, None]()  # the same in both modes
+    tables, problems, ways = [], dict[str, None](), list[list[str]]()  # problems are the same in both modes
     for done, folder in enumerate(map(find_recipe, recipes)):
         progress(folder.name, done, len(recipes))
         config = compose_recipe(folder, "oar")
@@ -59,12 +68,17 @@ def measure(recipes: Sequence[str], progress: Progress) -> Report:
             problems |= {f"{folder.name}, {x['gpus']} GPUs: {x['problem']}.": None for x in rows if "problem" in x}
             tables.append(Table(f"PROJECTED, not measured: {folder.name}, {GPU.name}, {mode}", columns, cells))
             made.setdefault(folder.name, []).extend(rows)
+        for way, keys in {"fisher": {}, **WAYS}.items():
+            found = [planned(config, "strong", gpus, keys) for gpus in (8, 64, 512)]
+            ways.append([folder.name, way, *(f"{row[STEP]:.3f}" if STEP in row else "" for row in found)])
+    columns = "recipe", "importance", "8 GPUs", "64 GPUs", "512 GPUs"
+    tables.append(Table(f"PROJECTED, not measured: OAR / GRPO of a whole step, {GPU.name}, strong", columns, ways))
     runs = {"projection": True, "recipes": made}
     return Report("PROJECTION of scaling to many GPUs", "scaling_projection", tables, [*NOTES, *problems], runs)
 
 
-def planned(config: DictConfig, mode: str, gpus: int) -> dict[str, Any]:
-    """A recipe's plan on so many GPUs, or why it cannot run so."""
+def planned(config: DictConfig, mode: str, gpus: int, oar: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A recipe's plan on so many GPUs, or why it cannot run so. `oar`: other values of keys of `algorithm.oar`."""
     own = config.trainer.nnodes * config.trainer.n_gpus_per_node
     factor = gpus / own if mode == "weak" else 1.0
     batch = {"data.train_batch_size": config.data.train_batch_size}
@@ -73,6 +87,7 @@ def planned(config: DictConfig, mode: str, gpus: int) -> dict[str, Any]:
     overrides["trainer.n_gpus_per_node"] = per_node = min(config.trainer.n_gpus_per_node, gpus)
     overrides["trainer.nnodes"] = gpus // per_node
     changed = config.copy()
+    overrides |= {f"{PREFIX}.{key}": value for key, value in (oar or {}).items()}
     for key, size in overrides.items():
         OmegaConf.update(changed, key, size)
     row: dict[str, Any] = {"mode": mode, "gpus": gpus}

@@ -419,9 +419,10 @@ def offloading(world, monkeypatch):
     """A world after the log-prob pass, with these statuses from the engines for the group with a signal. `requests` are those
     that the actor got; it answers 7 everywhere."""
 
-    def build(*statuses, **perturbation):
+    def build(*statuses, share=None, **perturbation):
         # A gate whose weights keep the order of the scores.
-        one = world(importance="oar_p", gate="bi_level", perturbation={"backend": "rollout", **perturbation})
+        perturbation["backend"] = "rollout"
+        one = world(importance="oar_p", gate="bi_level", perturbation=perturbation, amortize={"share": share})
         one.report_from_engines([*statuses] + [Status.NOT_NEEDED] * 3)
         one.requests = []
 
@@ -462,6 +463,15 @@ def test_what_an_engine_could_not_score_the_actor_does(offloading, settings, fal
     assert one.metrics["oar/fallback/no_answer"] == pytest.approx(1 / 3)
     assert one.metrics["oar/fallback/constant"] == pytest.approx(1 / 3)  # the made-up actor says 7 everywhere
     assert one.metrics["oar/offload/fault/timed_out"] == 1
+    assert one.metrics["oar/offload/left_for_actor"] == pytest.approx(1 / 6)
+
+
+def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_scored_and_learns_from_them(offloading):
+    one = offloading(Status.SCORED, Status.NOT_SCORED, Status.NO_ANSWER, share=0.5)
+    (request,) = one.requests
+    assert Request.from_dict(request).importance == "oar_p"
+    assert [abs(sign) for sign in one.needed()] == [1, 1, 0, 0, 0, 0]
+    one.credited()
     assert one.metrics["oar/offload/left_for_actor"] == pytest.approx(1 / 6)
 
 
