@@ -85,7 +85,7 @@ class Report:
         tables = {t.title: [dict(zip(t.columns, row, strict=True)) for row in t.rows] for t in self.tables}
         content = {"command": self.command, "machine": self.machine, "tables": tables, "notes": list(self.notes)}
         head = json.dumps({**content, "runs": {}}, indent=1, default=_plain).removesuffix("{}\n}")
-        return head + _runs(self.runs) + "\n}\n"
+        return head + _lined(self.runs) + "\n}\n"
 
     def write(self, folder: Path) -> list[Path]:
         """Write `<stem>.md`, `.json`, `.png` and the extra files; returns their paths."""
@@ -117,14 +117,13 @@ def write_picture(figure: Figure, file: Path) -> None:
         Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)
 
 
-def _runs(runs: Mapping[str, Any]) -> str:
+def _lined(value: Any) -> str:
     """JSON with a line for each element of a list: there may be hundreds, with dozens of numbers each."""
-    found = []
-    for name, value in runs.items():
-        parts = [json.dumps(part, default=_plain) for part in value] if isinstance(value, list) else []
-        text = "[\n" + ",\n".join(parts) + "\n]" if parts else json.dumps(value, default=_plain)
-        found.append(f"{json.dumps(name)}: {text}")
-    return "{" + ",\n".join(found) + "}"
+    if isinstance(value, Mapping):
+        return "{" + ",\n".join(f"{json.dumps(name)}: {_lined(one)}" for name, one in value.items()) + "}"
+    if not isinstance(value, list) or not value or isinstance(value[0], str | float | int):
+        return json.dumps(value, default=_plain)
+    return "[\n" + ",\n".join(json.dumps(one, default=_plain, separators=(",", ":")) for one in value) + "\n]"
 
 
 def _plain(value: Any) -> Any:

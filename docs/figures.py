@@ -194,7 +194,9 @@ def learning() -> str:
 
 def collapse() -> str:
     """The one training of `chain_quiet` that collapsed, and the gains without its pair."""
-    runs = [run for run in load("learning_judged")["runs"]["judged_on"] if run["task"] == "chain_quiet"]
+    of = load("learning_judged")["runs"]["judged_on"]
+    named = (dict(zip(of["columns"], row, strict=True)) for row in of["data"])
+    runs = [run for run in named if run["task"] == "chain_quiet"]
     (fallen,) = (run for run in runs if run["held_out"] < 0.6)
     pair = (fallen["warm"], fallen["seed"])
     rewards = {(run["method"], run["warm"], run["seed"]): run["reward"] for run in runs}

@@ -34,7 +34,7 @@ def gains(plan: Plan, judged: list[tuple[str, Record]]) -> Gains:
 
 def _earlier(setting: Setting) -> pd.DataFrame:
     rows = json.loads((RESULTS / f"{setting.earlier}.json").read_text(encoding="utf-8"))["runs"]["judged_on"]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(**rows)
 
 
 def tables(plan: Plan, judged: list[tuple[str, Record]]) -> list[Table]:

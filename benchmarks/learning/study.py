@@ -67,7 +67,7 @@ def measure(settings: Settings, progress: Progress) -> Report:
         f"learning_{plan.name}",
         factors.tables(plan, judged) + comparison.tables(plan, chosen_from, judged),
         comparison.notes(plan, chosen_from, judged),
-        {"chosen_on": [_named(*one) for one in chosen_from], "judged_on": [_plain(*one) for one in judged]},
+        {"chosen_on": _columns(_named(*one) for one in chosen_from), "judged_on": _columns(_plain(*one) for one in judged)},
         figure=lambda: (
             factors.draw(plan, judged) if plan.factors else comparison.draw(plan, rates, judged or chosen_from)
         ),
@@ -138,6 +138,13 @@ def read(file: Path) -> Record:
     run = values["run"]
     values["run"] = Run(**run | {"credit": Credit(**run["credit"])})
     return Record(**values)
+
+
+def _columns(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The names of the columns, and a list for each row: thousands of rows have the same names."""
+    found = list(rows)
+    names = list(dict.fromkeys(name for row in found for name in row))
+    return {"columns": names, "data": [[row.get(name) for name in names] for row in found]}
 
 
 def _named(name: str, record: Record) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from scipy import stats
 from benchmarks.learning import comparison, factors
 from benchmarks.learning.cost import flops_of, gain_at_equal, reward_until
 from benchmarks.learning.plan import PLANS, Pairs, Plan, Setting, read_plan
+from benchmarks.learning.study import _columns
 from benchmarks.learning.training import Credit, Record, Run
 from benchmarks.statistics import holm, mean_over_clusters
 
@@ -99,6 +100,6 @@ def test_a_factor_shows_each_level_and_the_trainings_of_an_earlier_study(tmp_pat
     judged = [record([0.5 + (name == "fisher") * warm / 50], 0.5, name, warm) for warm in (1, 2) for name in METHODS]
     rows = [{"task": "parallel", "warm": warm, "seed": 0, "start": ""} for warm in (1, 2)]
     old = [row | {"method": name, "reward": 0.1 * row["warm"] * (name == "fisher")} for row in rows for name in METHODS]
-    (tmp_path / "x.json").write_text(json.dumps({"runs": {"judged_on": old}}))
+    (tmp_path / "x.json").write_text(json.dumps({"runs": {"judged_on": _columns(old)}}))
     (table,) = factors.tables(replace(PLAN, tasks=(), factors={"group size": levels}), judged)
     assert [[row[0], row[1][:6]] for row in table.rows] == [["8", "+0.030"], ["4", "-"], ["old", "+0.150"]]
