@@ -249,6 +249,64 @@ def rivals() -> str:
     return table(head, rows) + "\nGRPO: mean reward {} and {}; {} and {} trainings fell apart.\n".format(*grpo)
 
 
+AMORTIZED = {
+    "`oar_p`, 1 response in 8 scored": "oar_p/8",
+    "`fisher`, 1 in 8 scored": "fisher/8",
+    "`decision`, 1 in 8 scored": "decision/8",
+    "`value`": "value",
+    "`fisher`, all scored (default)": "fisher",
+    "control: predicted `oar_p` turned round": "inverted",
+    "control: `value` without hidden states": "doubt",
+    "control: `value` of other outcomes": "shuffled",
+    "control: random": "random",
+    "SHEAR": "shear",
+    "DelTA, weights 0.2 to 1.8": "delta",
+    "NTHR": "thr",
+    "A3PO": "a3po",
+}
+IN_STEPS = {
+    "parallel_2": "`parallel`, two steps",
+    "chain_2": "`chain`, two steps",
+    "parallel": "`parallel`, four",
+    "chain": "`chain`, four",
+}
+
+
+def amortized() -> str:
+    """Gains at equal steps."""
+    rows = []
+    for label, name in AMORTIZED.items():
+        of = [against_grpo("learning_amortized", task)[name] for task in IN_STEPS]
+        gains = [f"**{row[GAIN]}**" if row["verdict"] in ("**faster**", "**slower**") else row[GAIN] for row in of]
+        fallen = sum(int(row["fell apart"].split()[0]) for row in of)
+        rows.append([label, *gains, ahead("learning_amortized", IN_STEPS, name), str(fallen)])
+    return table(f" credit | {' | '.join(IN_STEPS.values())} | pairs ahead | fell apart ", rows)
+
+
+def amortized_at_7b() -> str:
+    """Gains at equal FLOPs if a step's importance cost what it was counted to cost a 7B model."""
+    import numpy as np
+    import pandas as pd
+
+    from benchmarks.learning.comparison import gain, signed
+    from benchmarks.learning.plan import PLANS, read_plan
+
+    plan, of = read_plan(PLANS / "amortized.yaml"), load("learning_amortized")["runs"]["judged_on"]
+    counted = [row for title in ("What OAR adds", "The same where") for row in rows_of("count", title)]
+    of_7b = {
+        row["importance"]: row for row in counted if "7B" in row["model"] and row.get("response", "4,096") == "4,096"
+    }
+    rows = []
+    for label, name in AMORTIZED.items():
+        if (row := of_7b.get(name.replace("/", ", 1 in "))) is None:
+            continue
+        added, runs = float(row["60%"]), pd.DataFrame(of["data"], columns=of["columns"])
+        runs["flops"] = [np.full(plan.steps, 1 + added * (method == name)) for method in runs["method"]]
+        gains = [signed(gain(plan, runs, task, name, "flops")[0]) for task in IN_STEPS]
+        rows.append([label, f"{100 * added:.2g} %", *gains])
+    return table(f" credit | adds to log-probs and update | {' | '.join(IN_STEPS.values())} ", rows)
+
+
 def in_sentences() -> str:
     names = {"`fisher` (default)": "fisher", "`decision`": "decision", "oracle: the wrong results are known": "blame"}
     gained = against_grpo("learning_sentences", "sentences")
@@ -458,7 +516,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
         fidelity_real, predicted_real, probes_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
-        decision_recall, rivals, in_sentences,
+        decision_recall, rivals, amortized, amortized_at_7b, in_sentences,
         confirmation, run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
         architectures, gpu_engines, gpu_peaks, one_gpu,
     )
