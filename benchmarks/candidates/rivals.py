@@ -30,14 +30,12 @@ def a3po(rollout: Any, hidden_BLH: Tensor, log_prob_BL: Tensor, done: float) -> 
     return torch.where(chosen_BL, 2.0 - done, 1.0)
 
 
-def delta(
-    rollout: Any, hidden_BLH: Tensor, log_prob_BL: Tensor, done: float, low: float = 0.8, high: float = 1.2
-) -> Tensor:
-    """DelTA (arXiv 2605.21467): tokens that are nearer to the centroid of their own side weigh more, from 0.8 to 1.2.
+def delta(rollout: Any, hidden_BLH: Tensor, log_prob_BL: Tensor, done: float) -> Tensor:
+    """DelTA (arXiv 2605.21467): tokens that are nearer to the centroid of their own side weigh more.
 
     A token's vector is `(1 - p) h` of the state that it was drawn from, which stands for its gradient at the last layer;
-    centroids are weighted by the size of the advantage. What differs: one round of centroids, over the batch; each response
-    keeps its total.
+    centroids are weighted by the size of the advantage. What differs: weights from 0.2 to 1.8, about the range of the
+    package's gate, not from 0.8 to 1.2; one round of centroids, over the batch; each response keeps its total.
     """
     keep_BL, size_B1 = rollout.reasoning_BL, rollout.advantage_B.abs()[:, None]
     vector_BLH = -torch.expm1(log_prob_BL)[..., None] * F.pad(hidden_BLH[:, :-1], (0, 0, 1, 0))
@@ -48,13 +46,8 @@ def delta(
     centroids = [(vector_BLH * w_BL1).sum((0, 1)) / w_BL1.sum() for w_BL1 in weighted]
     right_BL, wrong_BL = ((vector_BLH - centroid_H).square().sum(-1) for centroid_H in centroids)
     margin_BL = torch.where(rollout.negative_B1, right_BL - wrong_BL, wrong_BL - right_BL)
-    scaled_BL = low + (high - low) * torch.sigmoid(margin_BL / margin_BL[keep_BL].std().clamp_min(1e-9))
+    scaled_BL = 0.2 + 1.6 * torch.sigmoid(margin_BL / margin_BL[keep_BL].std().clamp_min(1e-9))
     return torch.where(keep_BL, relative(scaled_BL, keep_BL), 1.0)
-
-
-def wide_delta(rollout: Any, hidden_BLH: Tensor, log_prob_BL: Tensor, done: float) -> Tensor:
-    """`delta` with weights from 0.2 to 1.8, about the range of the package's gate."""
-    return delta(rollout, hidden_BLH, log_prob_BL, done, 0.2, 1.8)
 
 
 def thr(rollout: Any, hidden_BLH: Tensor, log_prob_BL: Tensor, done: float) -> Tensor:
@@ -104,4 +97,4 @@ def shear(rollout: Any, hidden_BLH: Tensor, log_prob_BL: Tensor, done: float, sp
     return torch.where(keep_BL, relative(found_BL, keep_BL), 1.0)
 
 
-RIVALS: dict[str, Weigh] = {one.__name__: one for one in (a3po, delta, wide_delta, thr, shear)}
+RIVALS: dict[str, Weigh] = {one.__name__: one for one in (a3po, delta, thr, shear)}

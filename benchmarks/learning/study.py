@@ -67,7 +67,10 @@ def measure(settings: Settings, progress: Progress) -> Report:
         f"learning_{plan.name}",
         factors.tables(plan, judged) + comparison.tables(plan, chosen_from, judged),
         comparison.notes(plan, chosen_from, judged),
-        {"chosen_on": _columns(_named(*one) for one in chosen_from), "judged_on": _columns(_plain(*one) for one in judged)},
+        {
+            "chosen_on": _columns(_named(*one) for one in chosen_from),
+            "judged_on": _columns(_plain(*one) for one in judged),
+        },
         figure=lambda: (
             factors.draw(plan, judged) if plan.factors else comparison.draw(plan, rates, judged or chosen_from)
         ),

@@ -202,9 +202,9 @@ def train(run: Run, model: PreTrainedModel) -> Record:
             entry |= described | update(model, optimizer, rollout, passes, weight_BL)
             entry |= {"importance_seconds": scored - begun}
             entry |= {"update_seconds": begun - sampled + time.perf_counter() - scored}
-            # Steps in which all responses are scored cost another amount.
-            if counted_all != (counted_all := bool(scored_B.all())):
+            if (all_scored := bool(scored_B.all())) != counted_all:  # such steps cost another amount
                 entry |= counted(run, model, rollout, step, before, scored_B)
+                counted_all = all_scored
         record.steps.append(entry)
     record.held_out = accuracy(model, task, HELD_OUT, greedy=False)
     return record

@@ -144,7 +144,7 @@ def test_rivals_weigh_reasoning_alone(name, model, rollout):
     assert (weight_BL[~rollout.reasoning_BL] == 1).all()
     assert weight_BL.min() >= 0
     assert len(weight_BL[rollout.reasoning_BL].unique()) > 1
-    if name in ("delta", "wide_delta", "shear"):
+    if name in ("delta", "shear"):
         total_B = (weight_BL - 1).masked_fill(~rollout.reasoning_BL, 0.0).sum(-1)
         assert total_B.abs().max() < 1e-3
 

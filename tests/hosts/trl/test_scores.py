@@ -43,7 +43,8 @@ def test_predicted_scores_equal_the_front_doors(tmp_path, monkeypatch, oar):
     trainer = watched(tmp_path, oar, temperature=0.7, per_device_train_batch_size=8)
     first, second = trainer.seen
     log = [line for line in trainer.state.log_history if "oar/scored" in line]
-    assert log[1]["oar/amortize/predicted"] == (1 if "importance" in oar else pytest.approx(0.5, abs=0.4))
+    share = log[1]["oar/amortize/predicted"]
+    assert share == 1 if "importance" in oar else 0 < share < 1
     if "importance" in oar:
         assert first.status_B.unique().tolist() == [Status.NO_ANSWER, Status.LEARNING]
         assert log[0]["oar/fallback/any"] == log[0]["oar/fallback/no_answer"] == 2 / 8
