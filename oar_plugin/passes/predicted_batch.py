@@ -90,7 +90,9 @@ class PredictedBatch:
                 parts.append(pad(own_L, (size - len(own_L), 0)))
             self.prediction_B4[rows, 1:3] = self.predictor.learn(features, torch.cat(parts))
         self.predictor.end_step(self._total, self._device)
-        self.prediction_B4[:, 3] = self.predictor.share
+        # Engines that score too few for predictions score all responses of the next step.
+        too_few = self._given is not None and not self.predictor.ready
+        self.prediction_B4[:, 3] = 1.0 if too_few else self.predictor.share
         for numbers, features in self._kept:
             predicted = self.predictor.predict(features).split(features.packed.offsets.diff().tolist())
             for row, predicted_T in zip(row_of[numbers].tolist(), predicted, strict=True):

@@ -10,6 +10,7 @@ import torch
 
 from oar_plugin.passes import prediction
 from oar_plugin.passes.plain import batch_importance, predicted_importance
+from oar_plugin.passes.predicted_batch import PredictedBatch
 from oar_plugin.passes.prediction import ScorePredictor, ValuePredictor, agreement, predictor_of
 from tests.asked import asked
 from tests.hosts.engine import world
@@ -141,6 +142,21 @@ def test_a_prediction_that_is_not_finite_stays_so(monkeypatch):
     predictor.end_step(lambda tensor: tensor, torch.device("cpu"))
     assert predictor.regression.tokens > 0
     assert not predictor.predict(features).isfinite().all()
+
+
+@pytest.mark.parametrize(("enough", "share"), [(1, world.SHARE), (10**6, 1.0)])
+def test_engines_that_score_too_few_for_predictions_are_asked_for_all(monkeypatch, enough, share):
+    monkeypatch.setattr(prediction, "ENOUGH", enough)
+    request, features, rows = asked("oar_p", **SHARED), _features(2), [torch.rand(8) + 0.1 for _ in range(2)]
+    given = rows, torch.tensor([True, False])
+    every_B, packed = torch.ones(2, dtype=torch.bool), features.packed
+    batch = PredictedBatch(
+        predictor_of(request.config), request, packed, every_B, lambda x: x, torch.device("cpu"), given
+    )
+    scores = prediction.Scores(request.importance_object, 20, torch.device("cpu"), True)
+    batch.field(packed, scores, -torch.rand(20), [0, 1], torch.ones(2))
+    batch.learn(torch.arange(2), rows)
+    assert batch.end_step(every_B)[:, 3].tolist() == pytest.approx([share] * 2)
 
 
 def _features(responses):
