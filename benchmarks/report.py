@@ -120,7 +120,7 @@ def write_picture(figure: Figure, file: Path) -> None:
 def _lined(value: Any) -> str:
     """JSON with a line for each element of a list: there may be hundreds, with dozens of numbers each."""
     if isinstance(value, Mapping):
-        return "{" + ",\n".join(f"{json.dumps(name)}: {_lined(one)}" for name, one in value.items()) + "}"
+        return "{" + ",\n".join(f"{json.dumps(str(name))}: {_lined(one)}" for name, one in value.items()) + "}"
     if not isinstance(value, list) or not value or isinstance(value[0], str | float | int):
         return json.dumps(value, default=_plain)
     return "[\n" + ",\n".join(json.dumps(one, default=_plain, separators=(",", ":")) for one in value) + "\n]"

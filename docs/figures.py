@@ -264,6 +264,8 @@ AMORTIZED = {
     "NTHR": "thr",
     "A3PO": "a3po",
 }
+AT_7B = {"fisher/8": "fisher, 1 in 8", "value": "value", "fisher": "fisher"}
+"""Methods, and their names on the page of counts."""
 IN_STEPS = {
     "parallel_2": "`parallel`, two steps",
     "chain_2": "`chain`, two steps",
@@ -297,10 +299,9 @@ def amortized_at_7b() -> str:
         row["importance"]: row for row in counted if "7B" in row["model"] and row.get("response", "4,096") == "4,096"
     }
     rows = []
-    for label, name in AMORTIZED.items():
-        if (row := of_7b.get(name.replace("/", ", 1 in "))) is None:
-            continue
-        added, runs = float(row["60%"]), pd.DataFrame(of["data"], columns=of["columns"])
+    runs = pd.DataFrame(of["data"], columns=of["columns"])
+    for label, name in ((label, name) for label, name in AMORTIZED.items() if name in AT_7B):
+        added = float(of_7b[AT_7B[name]]["60%"])
         runs["flops"] = [np.full(plan.steps, 1 + added * (method == name)) for method in runs["method"]]
         gains = [signed(gain(plan, runs, task, name, "flops")[0]) for task in IN_STEPS]
         rows.append([label, f"{100 * added:.2g} %", *gains])

@@ -180,7 +180,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
     task = TASKS[run.task]
     optimizer = torch.optim.Adam(model.parameters(), lr=run.lr, fused=True)
     problems, noise = random.Random(run.draw), torch.Generator()
-    record, predictor, counted_all = Record(run, digest_of(model)), predictor_for(run), None
+    record, predictor, counted_at = Record(run, digest_of(model)), predictor_for(run), None
     for step in range(run.steps):
         begun = time.perf_counter()
         noise.manual_seed(1000 * run.draw + step)
@@ -202,9 +202,9 @@ def train(run: Run, model: PreTrainedModel) -> Record:
             entry |= described | update(model, optimizer, rollout, passes, weight_BL)
             entry |= {"importance_seconds": scored - begun}
             entry |= {"update_seconds": begun - sampled + time.perf_counter() - scored}
-            if (all_scored := bool(scored_B.all())) != counted_all:  # such steps cost another amount
+            if (state := share_of(before)) != counted_at:  # from here on, another share of the responses is scored
                 entry |= counted(run, model, rollout, step, before, scored_B)
-                counted_all = all_scored
+                counted_at = state
         record.steps.append(entry)
     record.held_out = accuracy(model, task, HELD_OUT, greedy=False)
     return record
@@ -323,6 +323,11 @@ def forward(model: PreTrainedModel, rollout: Rollout, scored_B: Tensor | None = 
 def predictor_for(run: Run) -> Predictor:
     """What learns importance during a training, if anything does."""
     return None if run.credit.importance in (None, BLAME) else predictor_of(run.credit.config(run.seed))
+
+
+def share_of(predictor: Predictor) -> tuple[bool, float]:
+    """What decides how many responses are scored."""
+    return (predictor.ready, predictor.share) if isinstance(predictor, ScorePredictor) else (True, 1.0)
 
 
 def request_of(run: Run, step: int) -> Request:

@@ -21,7 +21,7 @@ OF_ENGINES = {"importance": "oar_p", "perturbation.span": 8, "perturbation.backe
 WAYS = {
     "fisher, 1 in 8 scored": {"amortize.share": 1 / 8},
     "oar_p, spans of 8 on the engines": OF_ENGINES,
-    **{f"the same, 1 in {n} scored": {**OF_ENGINES, "amortize.share": 1 / n} for n in (20, 300)},
+    **{f"oar_p, spans of 8, 1 in {n} scored": {**OF_ENGINES, "amortize.share": 1 / n} for n in (20, 300)},
     "value": {"importance": "value"},
 }
 """Keys of `algorithm.oar`, and their values."""
@@ -70,7 +70,9 @@ def measure(recipes: Sequence[str], progress: Progress) -> Report:
             made.setdefault(folder.name, []).extend(rows)
         for way, keys in {"fisher": {}, **WAYS}.items():
             found = [planned(config, "strong", gpus, keys) for gpus in (8, 64, 512)]
-            ways.append([folder.name, way, *(f"{row[STEP]:.3f}" if STEP in row else "" for row in found)])
+            ways.append(
+                [folder.name, way, *(f"{row[STEP]:.3f}, {row['memory']}" if STEP in row else "" for row in found)]
+            )
     columns = "recipe", "importance", "8 GPUs", "64 GPUs", "512 GPUs"
     tables.append(Table(f"PROJECTED, not measured: OAR / GRPO of a whole step, {GPU.name}, strong", columns, ways))
     runs = {"projection": True, "recipes": made}

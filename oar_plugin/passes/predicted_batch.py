@@ -40,6 +40,8 @@ class PredictedBatch:
     ) -> None:
         self.predictor, self._given, self._scoring = predictor, given, True
         self._total, self._device = total, device
+        size_2 = torch.stack([packed.reasoning_T.sum(), usable_B.sum()])
+        self._size = lambda: total(size_2.to(device, copy=True))
         # Of rows in the scoring pass, until their importance is known.
         self._kept = list[tuple[Sequence[int], Features]]()
         self.scoring = request if given is None else replace(request, predicts=True)
@@ -50,8 +52,7 @@ class PredictedBatch:
             self.scored_B = usable_B & given[1]
         elif isinstance(predictor, ScorePredictor):
             seed_B = response_seeds(packed.token_T, packed.response_T, len(usable_B), request.seed)
-            size_2 = torch.stack([packed.reasoning_T.sum(), usable_B.sum()])
-            self.scored_B = usable_B & predictor.chosen(seed_B, lambda: total(size_2.to(device)))
+            self.scored_B = usable_B & predictor.chosen(seed_B, self._size)
 
     def field(self, packed: Packed, scores: Scores, log_prob_T: Tensor, rows: Sequence[int], sign_B: Tensor) -> Tensor:
         """Importance per token of a micro-batch, float32 `[T]`, on the CPU, as far as it is known yet.
@@ -90,9 +91,7 @@ class PredictedBatch:
                 parts.append(pad(own_L, (size - len(own_L), 0)))
             self.prediction_B4[rows, 1:3] = self.predictor.learn(features, torch.cat(parts))
         self.predictor.end_step(self._total, self._device)
-        # Engines that score too few for predictions score all responses of the next step.
-        too_few = self._given is not None and not self.predictor.ready
-        self.prediction_B4[:, 3] = 1.0 if too_few else self.predictor.share
+        self.prediction_B4[:, 3] = self.predictor.wanted(self._size)
         for numbers, features in self._kept:
             predicted = self.predictor.predict(features).split(features.packed.offsets.diff().tolist())
             for row, predicted_T in zip(row_of[numbers].tolist(), predicted, strict=True):

@@ -126,17 +126,20 @@ class ScorePredictor(Predictor):
         self._agreed = 0.0, 0.0  # sums of overlaps and of responses, where earlier ones count less
         self._warned = False
 
-    def chosen(self, seed_B: Tensor, size: Callable[[], Tensor]) -> Tensor:
-        """Whether to score each response, bool `[B]`, by a hash of its tokens and the step (`response_seeds`).
+    def wanted(self, size: Callable[[], Tensor]) -> float:
+        """The share of the responses to score, in a step of this `size`.
 
         `size` returns the numbers of tokens and of responses, int64 `[2]`, that all ranks together have to score or to
         predict. It is asked until `ENOUGH` tokens were seen.
         """
-        share = self.share
-        if not self.ready:
-            tokens, responses = size().clamp_min(1).tolist()
-            share = max(share, MARGIN * ENOUGH / tokens, FEWEST / responses)
-        return hashed(seed_B) < share
+        if self.ready:
+            return self.share
+        tokens, responses = size().clamp_min(1).tolist()
+        return min(1.0, max(self.share, MARGIN * ENOUGH / tokens, FEWEST / responses))
+
+    def chosen(self, seed_B: Tensor, size: Callable[[], Tensor]) -> Tensor:
+        """Whether to score each response, bool `[B]`, by a hash of its tokens and the step (`response_seeds`)."""
+        return hashed(seed_B) < self.wanted(size)
 
     def learn(self, features: Features, importance_T: Tensor) -> Tensor:
         """Adds scored responses, and first predicts them. Returns overlap and rank correlation, float32 `[B, 2]`, or NaN.

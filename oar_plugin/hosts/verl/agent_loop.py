@@ -182,10 +182,13 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     status = Status.NOT_SCORED
                 record = replace(record, status=status)
                 if record.status == Status.SCORED:
+                    tokens = int((segments == Segment.REASONING).sum())
+                    self._scored_tokens += tokens  # before the wait: other responses are chosen in the meantime
                     result, record = await self._score(output, segments, step)
-                    if result.importance is not None:
+                    if result.importance is None:
+                        self._scored_tokens -= tokens
+                    else:
                         importance[:] = result.importance  # raises an error if the length is wrong
-                        self._scored_tokens += int((segments == Segment.REASONING).sum())
             fields = self._weighed(importance, segments, record.status)
         except Exception:
             logger.exception("OAR could not score a response; it falls back to GRPO")

@@ -154,15 +154,16 @@ class ImportancePass:
                 output, seconds = scored
                 outputs.append(output)
                 place(importance, order[:num_ahead], output)
-        begun = mark()
-        if kind.copies is not None and not (predicted and predicted.scoring.predicts):
-            scored_B = status_B.where(score_B, int(Status.NOT_NEEDED))
-            zero_non_finite(importance, scored_B)
-            status_B[scored_B == Status.NON_FINITE] = Status.NON_FINITE
-            importance = self._copies_importance(data, request, segments, scored_B, importance)
-        if predicted is not None:  # what it predicts depends on the scores of this batch, those of copies too
-            importance = predicted.learn(order, importance)
-        seconds += seconds_between(begun, mark())
+        if kind.copies is not None or predicted is not None:
+            begun = mark()
+            if kind.copies is not None and not (predicted and predicted.scoring.predicts):
+                scored_B = status_B.where(score_B, int(Status.NOT_NEEDED))
+                zero_non_finite(importance, scored_B)
+                status_B[scored_B == Status.NON_FINITE] = Status.NON_FINITE
+                importance = self._copies_importance(data, request, segments, scored_B, importance)
+            if predicted is not None:  # what it predicts depends on the scores of this batch, those of copies too
+                importance = predicted.learn(order, importance)
+            seconds += seconds_between(begun, mark())
         if num_ahead < len(order) and not (request.importance_only and predicted is None):
             rest = order[num_ahead:]
             asked_rest = None if predicted is None else predicted.predicting
