@@ -65,22 +65,19 @@ def estimators(stem: str) -> dict[str, dict[str, str]]:
 
 
 def fidelity() -> str:
-    columns = "top 20 %", "Spearman", "causal recall", "forward", "backward", "top 20 %, bfloat16"
-    head = " importance | overlap | Spearman | causal tokens recalled | forwards | backwards | overlap in bf16 "
-    count = f"{load(TOYS)['notes'][0].split(',')[0]} of {len(load(TOYS)['runs']['models'])} models."
+    columns = "top 20 %", "Spearman", "causal recall", "forward", "backward"
+    head = " importance | overlap | Spearman | causal tokens recalled | forwards | backwards "
+    count = f"{load(TOYS)['notes'][0].split(';')[0]} of {len(load(TOYS)['runs']['sources'])} models."
     lines = ([label, *(row[column] for column in columns)] for label, row in estimators(TOYS).items())
     return f"{table(head, lines)}\n{count}\n"
 
 
 def fidelity_real() -> str:
-    """Of a real model, beside the small ones where they have it."""
-    toys, lines = estimators(TOYS), []
+    lines = []
     for label, row in estimators(REAL).items():
         shown = [row[column] for column in ("top 20 %", "minus fisher 1", "beyond position", "responses")]
-        passes = f"{float(row['forward']) + float(row['backward']):.1f}"
-        lines.append([label, *shown, passes, toys.get(label, {}).get("top 20 %", "")])
-    head = " importance | overlap | minus `fisher` | beyond position | responses | passes | overlap on small models "
-    return table(head, lines)
+        lines.append([label, *shown, f"{float(row['forward']) + float(row['backward']):.1f}"])
+    return table(" importance | overlap | minus `fisher` | beyond position | responses | passes ", lines)
 
 
 def predicted_real() -> str:
@@ -255,9 +252,9 @@ AMORTIZED = {
     "`decision`, 1 in 8 scored": "decision/8",
     "`value`": "value",
     "`fisher`, all scored (default)": "fisher",
-    "control: predicted `oar_p` turned round": "inverted",
+    "control: predicted `oar_p`, inverted": "inverted",
     "control: `value` without hidden states": "doubt",
-    "control: `value` of other outcomes": "shuffled",
+    "control: `value`, outcomes shuffled": "shuffled",
     "control: random": "random",
     "SHEAR": "shear",
     "DelTA, weights 0.2 to 1.8": "delta",
@@ -360,6 +357,16 @@ def projection() -> str:
     eight = load("scaling_projection")["runs"]["recipes"]["qwen2_5_7b_math"][0]
     ratio = eight["step: OAR / GRPO"]
     return f"With a 7B model on {eight['gpus']} H100s, a step with OAR takes {ratio:.2f} times as long as a step with GRPO.\n"
+
+
+def predicted_steps() -> str:
+    """Whole steps of a 7B model."""
+    rows = [
+        row for row in rows_of("scaling_projection", "PROJECTED, not measured: OAR / GRPO") if "7b" in row.pop("recipe")
+    ]
+    sizes = [name for name in rows[0] if name != "importance"]
+    lines = ([row["importance"], *(row[size] for size in sizes)] for row in rows)
+    return table(f" OAR / GRPO | {' | '.join(sizes)} ", lines)
 
 
 def projection_sizes() -> str:
@@ -518,7 +525,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     for figure in (
         fidelity_real, predicted_real, probes_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
         decision_recall, rivals, amortized, amortized_at_7b, in_sentences,
-        confirmation, run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
+        confirmation, run_cost, projection, projection_sizes, predicted_steps, scaling, copies, copies_range, errors, faults,
         architectures, gpu_engines, gpu_peaks, one_gpu,
     )
 }  # fmt: skip

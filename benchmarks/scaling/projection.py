@@ -70,13 +70,16 @@ def measure(recipes: Sequence[str], progress: Progress) -> Report:
             made.setdefault(folder.name, []).extend(rows)
         for way, keys in {"fisher": {}, **WAYS}.items():
             found = [planned(config, "strong", gpus, keys) for gpus in (8, 64, 512)]
-            ways.append(
-                [folder.name, way, *(f"{row[STEP]:.3f}, {row['memory']}" if STEP in row else "" for row in found)]
-            )
+            ways.append([folder.name, way, *map(_ratio, found)])
     columns = "recipe", "importance", "8 GPUs", "64 GPUs", "512 GPUs"
     tables.append(Table(f"PROJECTED, not measured: OAR / GRPO of a whole step, {GPU.name}, strong", columns, ways))
     runs = {"projection": True, "recipes": made}
     return Report("PROJECTION of scaling to many GPUs", "scaling_projection", tables, [*NOTES, *problems], runs)
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    fits = row.get("memory") == "fits"
+    return f"{row[STEP]:.3f}{'' if fits else ', ' + row['memory']}" if STEP in row else ""
 
 
 def planned(config: DictConfig, mode: str, gpus: int, oar: Mapping[str, Any] | None = None) -> dict[str, Any]:
