@@ -84,8 +84,7 @@ class Report:
     def to_json(self) -> str:
         tables = {t.title: [dict(zip(t.columns, row, strict=True)) for row in t.rows] for t in self.tables}
         content = {"command": self.command, "machine": self.machine, "tables": tables, "notes": list(self.notes)}
-        head = json.dumps({**content, "runs": {}}, indent=1, default=_plain).removesuffix("{}\n}")
-        return head + _lined(self.runs) + "\n}\n"
+        return _lined(content | {"runs": self.runs}) + "\n"
 
     def write(self, folder: Path) -> list[Path]:
         """Write `<stem>.md`, `.json`, `.png` and the extra files; returns their paths."""
