@@ -17,8 +17,8 @@ SIZES = (8, 16, 32, 64, 128, 256, 512)
 MODES = ("weak", "strong")
 GPU = choose_gpu("H100-80")
 PHASES = (GENERATION, LOG_PROB, IMPORTANCE, GATE, UPDATE)
-OF_ENGINES = {"importance": "oar_p", "perturbation.span": 8, "perturbation.backend": "rollout"}
-WAYS = {
+OF_ENGINES: dict[str, Any] = {"importance": "oar_p", "perturbation.span": 8, "perturbation.backend": "rollout"}
+WAYS: dict[str, dict[str, Any]] = {
     "fisher, 1 in 8 scored": {"amortize.share": 1 / 8},
     "oar_p, spans of 8 on the engines": OF_ENGINES,
     **{f"oar_p, spans of 8, 1 in {n} scored": {**OF_ENGINES, "amortize.share": 1 / n} for n in (20, 300)},
