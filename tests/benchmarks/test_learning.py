@@ -135,6 +135,16 @@ def test_predicted_importance_is_the_packages(credit, model, rollout, monkeypatc
     assert measured_B4[:, 0].any()
 
 
+def test_a_step_is_counted_anew_when_fewer_responses_are_scored(monkeypatch):
+    """Even where the first step has not scored all of them."""
+    monkeypatch.setattr(prediction, "ENOUGH", 10)
+    monkeypatch.setattr(prediction, "FEWEST", 1)
+    _, record = trained(RUN, monkeypatch, credit=Credit(importance="fisher", share=1e-9), steps=3)
+    first, later, last = (step.get("importance_flops") for step in record.steps)
+    assert later < first
+    assert last is None
+
+
 @pytest.mark.parametrize("name", RIVALS)
 def test_rivals_weigh_reasoning_alone(name, model, rollout):
     passes = forward(model, rollout)
