@@ -18,9 +18,11 @@ from transformers import Qwen2ForCausalLM
 
 import oar_plugin
 from oar_plugin import token_credit
+from oar_plugin.cli.main import main
 from oar_plugin.config import OarConfigError
 from oar_plugin.page.dumps import Dumps
 from oar_plugin.page.record import parse_header, parse_response
+from oar_plugin.passes import prediction
 from oar_plugin.token_credit import TokenCredit
 from tests.hosts.engine import world
 from tests.processes import ranks, worker
@@ -115,6 +117,18 @@ def test_its_dump_is_read_by_the_inspector_and_what_a_tool_wrote_is_not_scored(m
     assert {tuple(one.mask[: TOOL + 1]) for one in responses} == {(0, 0, 1)}
     assert not any(any(one.importance["fisher"][:TOOL]) or set(one.weights[:TOOL]) != {1.0} for one in responses)
     assert any(any(one.importance["fisher"][TOOL:]) for one in responses)
+
+
+def test_its_dump_and_the_terminal_say_which_responses_were_predicted(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prediction, "ENOUGH", 2)
+    monkeypatch.setattr(prediction, "FEWEST", 1)
+    reshaped(model, batch_of(), tmp_path, amortize={"share": 0.5})
+    _, responses = read(tmp_path)
+    assert {name for one in responses for name in one.importance} == {"fisher", "fisher, predicted"}
+    assert main(["inspect", str(tmp_path / "credit"), "--format", "text"]) == 0
+    predicted = [one.uid for one in responses if "fisher, predicted" in one.importance]
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [uid for uid in predicted if any(f"{uid}  scored  fisher, predicted" in head for head in heads)] == predicted
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ def text_of(responses: Sequence[Response], console: Console) -> str:
             numbers = {"advantage": response.advantage, "reward": response.reward}
             figures = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
             figures += "" if response.truth is None else f"  truth {response.truth}"
-            head = f"step {response.step}  {response.group}  {response.uid}  {response.status}{figures}"
+            scores = "".join(f"  {name}" for name in response.importance if name.endswith("predicted"))
+            head = f"step {response.step}  {response.group}  {response.uid}  {response.status}{scores}{figures}"
             console.print(Line(printable(head), "bold"))
             console.print(Line(printable(response.prompt.strip()), "dim"))
             tokens = Line(_marked(response)) if console.color_system is None else Line.assemble(*_styled(response))
