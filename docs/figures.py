@@ -171,10 +171,15 @@ def ahead(stem: str, tasks: Iterable[str], method: str) -> str:
     return " of ".join(str(sum(int(count[part]) for count in counts)) for part in (0, 1))
 
 
-def judged(task: str, method: str, cell: str) -> str:
-    """Bold where the method can be told apart from GRPO."""
-    verdict = against_grpo("learning_judged", task)[method]["verdict"]
-    return f"**{cell}**" if verdict in ("**faster**", "**slower**") else cell
+def gained(row: dict[str, str]) -> str:
+    """The gain of a row of `against_grpo`; bold where the method can be told apart from GRPO."""
+    return f"**{row[GAIN]}**" if row["verdict"] in ("**faster**", "**slower**") else row[GAIN]
+
+
+def trainings(stem: str) -> list[dict[str, Any]]:
+    """The judged trainings of a page."""
+    of = load(stem)["runs"]["judged_on"]
+    return [dict(zip(of["columns"], row, strict=True)) for row in of["data"]]
 
 
 def learning() -> str:
@@ -182,8 +187,7 @@ def learning() -> str:
     rows = [["GRPO's own mean reward", *(against_grpo(stem, task)["grpo"]["mean reward"] for task in TASKS), ""]]
     for label, method in JUDGED.items():
         cells = [against_grpo(stem, task)[method] for task in TASKS]
-        shown = [judged(task, method, cell[GAIN]) for task, cell in zip(TASKS, cells, strict=True)]
-        rows.append([label, *shown, ahead(stem, TASKS, method)])
+        rows.append([label, *map(gained, cells), ahead(stem, TASKS, method)])
     p = ", ".join(against_grpo(stem, task)["blame"]["p"] for task in TASKS)
     head = " credit | `chain` | `parallel` | `chain_quiet` | pairs ahead "
     return table(head, rows) + f"\nThe oracle's p on the three tasks, not corrected: {p}.\n"
@@ -191,9 +195,7 @@ def learning() -> str:
 
 def collapse() -> str:
     """The one training of `chain_quiet` that collapsed, and the gains without its pair."""
-    of = load("learning_judged")["runs"]["judged_on"]
-    named = (dict(zip(of["columns"], row, strict=True)) for row in of["data"])
-    runs = [run for run in named if run["task"] == "chain_quiet"]
+    runs = [run for run in trainings("learning_judged") if run["task"] == "chain_quiet"]
     (fallen,) = (run for run in runs if run["held_out"] < 0.6)
     pair = (fallen["warm"], fallen["seed"])
     rewards = {(run["method"], run["warm"], run["seed"]): run["reward"] for run in runs}
@@ -237,8 +239,7 @@ def rivals() -> str:
     def cells(name: str, task: str) -> list[str]:
         row = against_grpo(stem, task)[name]
         (cost,) = (row for row in rows_of(stem, f"{task}: gain at equal cost") if row["method"] == name)
-        gained = f"**{row[GAIN]}**" if row["verdict"] in ("**faster**", "**slower**") else row[GAIN]
-        return [gained, cost["at equal FLOPs"].split()[0], row["fell apart"]]
+        return [gained(row), cost["at equal FLOPs"].split()[0], row["fell apart"]]
 
     rows = [[label, *(cell for task in tasks for cell in cells(name, task))] for label, name in RIVALS.items()]
     head = " credit |" + "|".join(f" {title} | equal FLOPs | fell apart " for title in tasks.values())
@@ -276,9 +277,8 @@ def amortized() -> str:
     rows = []
     for label, name in AMORTIZED.items():
         of = [against_grpo("learning_amortized", task)[name] for task in IN_STEPS]
-        gains = [f"**{row[GAIN]}**" if row["verdict"] in ("**faster**", "**slower**") else row[GAIN] for row in of]
         fallen = sum(int(row["fell apart"].split()[0]) for row in of)
-        rows.append([label, *gains, ahead("learning_amortized", IN_STEPS, name), str(fallen)])
+        rows.append([label, *map(gained, of), ahead("learning_amortized", IN_STEPS, name), str(fallen)])
     return table(f" credit | {' | '.join(IN_STEPS.values())} | pairs ahead | fell apart ", rows)
 
 
@@ -290,13 +290,12 @@ def amortized_at_7b() -> str:
     from benchmarks.learning.comparison import gain, signed
     from benchmarks.learning.plan import PLANS, read_plan
 
-    plan, of = read_plan(PLANS / "amortized.yaml"), load("learning_amortized")["runs"]["judged_on"]
+    plan, runs = read_plan(PLANS / "amortized.yaml"), pd.DataFrame(trainings("learning_amortized"))
     counted = [row for title in ("What OAR adds", "The same where") for row in rows_of("count", title)]
     of_7b = {
         row["importance"]: row for row in counted if "7B" in row["model"] and row.get("response", "4,096") == "4,096"
     }
     rows = []
-    runs = pd.DataFrame(of["data"], columns=of["columns"])
     for label, name in ((label, name) for label, name in AMORTIZED.items() if name in AT_7B):
         added = float(of_7b[AT_7B[name]]["60%"])
         runs["flops"] = [np.full(plan.steps, 1 + added * (method == name)) for method in runs["method"]]
@@ -361,12 +360,10 @@ def projection() -> str:
 
 def predicted_steps() -> str:
     """Whole steps of a 7B model."""
-    rows = [
-        row for row in rows_of("scaling_projection", "PROJECTED, not measured: OAR / GRPO") if "7b" in row.pop("recipe")
-    ]
-    sizes = [name for name in rows[0] if name != "importance"]
-    lines = ([row["importance"], *(row[size] for size in sizes)] for row in rows)
-    return table(f" OAR / GRPO | {' | '.join(sizes)} ", lines)
+    found = rows_of("scaling_projection", "PROJECTED, not measured: OAR / GRPO")
+    _, _, *sizes = found[0]  # behind recipe and importance
+    rows = ([row["importance"], *(row[size] for size in sizes)] for row in found if "7b" in row["recipe"])
+    return table(f" OAR / GRPO | {' | '.join(sizes)} ", rows)
 
 
 def projection_sizes() -> str:

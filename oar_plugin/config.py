@@ -64,8 +64,7 @@ class PerturbationConfig(_Settings):
 
 
 class AmortizeConfig(_Settings):
-    """The settings of `algorithm.oar.amortize`: importance is computed for some responses and predicted for
-    the others."""
+    """The settings of `algorithm.oar.amortize`: importance is computed for some responses and predicted for the others."""
 
     share: float | None = Field(None, gt=0, le=1)
     """Importance is computed for this share of the responses that need credit, and predicted for the others from their hidden

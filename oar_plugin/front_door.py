@@ -21,7 +21,7 @@ from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.watch import Watch
-from oar_plugin.passes.prediction import ScorePredictor, ValuePredictor
+from oar_plugin.passes.prediction import Predictor
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
@@ -47,7 +47,7 @@ class Credit:
     metrics: dict[str, float]  # as a run logs them under `oar/`
     config: OarConfig
     # What was learned, for the next call.
-    predictor: ScorePredictor | ValuePredictor | None = field(default=None, repr=False, compare=False)
+    predictor: Predictor | None = field(default=None, repr=False, compare=False)
     tokenizer: Any = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ def importance(
     temperature: float = 1.0,
     step: int = 1,
     max_tokens: int | None = None,
-    predictor: ScorePredictor | ValuePredictor | None = None,
+    predictor: Predictor | None = None,
     **settings: Any,
 ) -> Credit:
     """Returns how much each reasoning token of each response matters, and the weights that follow.

@@ -22,7 +22,7 @@ from oar_plugin.credit.diagnostics import MEASURE_NAMES, Status, summarize
 from oar_plugin.credit.watch import Watch
 from oar_plugin.estimator import rewarded, weigh
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
-from oar_plugin.page.record import Header, Response, header_for
+from oar_plugin.page.record import PREDICTED, Header, Response, header_for
 from oar_plugin.passes.plain import batch_importance, in_eval_mode, predicted_importance
 from oar_plugin.passes.prediction import predictor_of
 from oar_plugin.passes.request import Request, replacement_token
@@ -248,7 +248,7 @@ class TokenCredit:
         advantages = credited.host_advantage_BL[row, span].tolist() or credited.host_advantage_BL[row].tolist()
         name = importance or self.config.importance_object.name
         if credited.predicted_B is not None and credited.predicted_B[row] and not self.config.importance_object.learns:
-            name = f"{name}, predicted"
+            name += PREDICTED
         scores = {name: credited.importance_BL[row, span].tolist()}
         fields = known | {name: value[span].tolist() for name, value in known.items() if isinstance(value, Tensor)}
         return Response(

@@ -11,7 +11,7 @@ from oar_plugin.credit.noise import response_seeds
 from oar_plugin.credit.regression import projected
 from oar_plugin.passes.gradient import Scores
 from oar_plugin.passes.plain import packed_rows
-from oar_plugin.passes.prediction import Features, ScorePredictor, ValuePredictor
+from oar_plugin.passes.prediction import Features, Predictor, ScorePredictor, ValuePredictor
 from oar_plugin.passes.request import Request
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ Control = Literal["inverted", "doubt", "shuffled"]
 """What is predicted turned round; the columns without hidden states alone; learned from the outcomes of other responses."""
 
 
-def chosen(predictor: ScorePredictor | ValuePredictor | None, request: Request, rollout: Any) -> Tensor:
+def chosen(predictor: Predictor | None, request: Request, rollout: Any) -> Tensor:
     """Whether to score each response, bool `[B]`."""
     if not isinstance(predictor, ScorePredictor):
         return torch.full((len(rollout.token_BL),), predictor is None)
@@ -29,7 +29,7 @@ def chosen(predictor: ScorePredictor | ValuePredictor | None, request: Request, 
 
 
 def with_predictions(
-    predictor: ScorePredictor | ValuePredictor,
+    predictor: Predictor,
     rollout: Any,
     passes: Sequence[Any],
     scored_B: Tensor,

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -39,10 +38,8 @@ from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
 from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
 from oar_plugin.passes.plain import packed_rows
-from oar_plugin.passes.prediction import ScorePredictor, ValuePredictor, predictor_of
+from oar_plugin.passes.prediction import Predictor, ScorePredictor, predictor_of
 from oar_plugin.passes.request import Request
-
-Predictor: TypeAlias = ScorePredictor | ValuePredictor | None
 
 MAX_GRADIENT_NORM = 1.0
 HELD_OUT = 512
@@ -190,7 +187,8 @@ def train(run: Run, model: PreTrainedModel) -> Record:
         if len(rollout.token_BL):
             scored_B = chosen(predictor, request_of(run, step), rollout)
             passes = forward(model, rollout, scored_B)  # the update's own: importance costs what it adds
-            before = copy.deepcopy(predictor)
+            state = share_of(predictor)
+            before = None if state == counted_at else copy.deepcopy(predictor)
             begun = time.perf_counter()
             importance_BL = importance(run, rollout, passes, step, predictor, scored_B)
             scored = time.perf_counter()
@@ -202,7 +200,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
             entry |= described | update(model, optimizer, rollout, passes, weight_BL)
             entry |= {"importance_seconds": scored - begun}
             entry |= {"update_seconds": begun - sampled + time.perf_counter() - scored}
-            if (state := share_of(before)) != counted_at:  # from here on, another share of the responses is scored
+            if state != counted_at:  # from here on, another share of the responses is scored
                 entry |= counted(run, model, rollout, step, before, scored_B)
                 counted_at = state
         record.steps.append(entry)
@@ -211,7 +209,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
 
 
 def counted(
-    run: Run, model: PreTrainedModel, rollout: Rollout, step: int, predictor: Predictor, scored_B: Tensor
+    run: Run, model: PreTrainedModel, rollout: Rollout, step: int, predictor: Predictor | None, scored_B: Tensor
 ) -> dict[str, float]:
     """FLOPs of a step's forward, importance and update, on a copy of the model. Sampling is not among them.
 
@@ -320,12 +318,12 @@ def forward(model: PreTrainedModel, rollout: Rollout, scored_B: Tensor | None = 
     return found
 
 
-def predictor_for(run: Run) -> Predictor:
+def predictor_for(run: Run) -> Predictor | None:
     """What learns importance during a training, if anything does."""
     return None if run.credit.importance in (None, BLAME) else predictor_of(run.credit.config(run.seed))
 
 
-def share_of(predictor: Predictor) -> tuple[bool, float]:
+def share_of(predictor: Predictor | None) -> tuple[bool, float]:
     """What decides how many responses are scored."""
     return (predictor.ready, predictor.share) if isinstance(predictor, ScorePredictor) else (True, 1.0)
 
@@ -339,7 +337,7 @@ def importance(
     rollout: Rollout,
     passes: Sequence[Forward],
     step: int,
-    predictor: Predictor = None,
+    predictor: Predictor | None = None,
     scored_B: Tensor | None = None,
 ) -> Tensor:
     """Of the package, `[B, L]`; of the oracle, its weights before mass is restored; zeros for plain GRPO."""

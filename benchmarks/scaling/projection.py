@@ -18,7 +18,9 @@ MODES = ("weak", "strong")
 GPU = choose_gpu("H100-80")
 PHASES = (GENERATION, LOG_PROB, IMPORTANCE, GATE, UPDATE)
 OF_ENGINES: dict[str, Any] = {"importance": "oar_p", "perturbation.span": 8, "perturbation.backend": "rollout"}
+SHOWN = (8, 64, 512)
 WAYS: dict[str, dict[str, Any]] = {
+    "fisher": {},
     "fisher, 1 in 8 scored": {"amortize.share": 1 / 8},
     "oar_p, spans of 8 on the engines": OF_ENGINES,
     **{f"oar_p, spans of 8, 1 in {n} scored": {**OF_ENGINES, "amortize.share": 1 / n} for n in (20, 300)},
@@ -68,11 +70,11 @@ def measure(recipes: Sequence[str], progress: Progress) -> Report:
             problems |= {f"{folder.name}, {x['gpus']} GPUs: {x['problem']}.": None for x in rows if "problem" in x}
             tables.append(Table(f"PROJECTED, not measured: {folder.name}, {GPU.name}, {mode}", columns, cells))
             made.setdefault(folder.name, []).extend(rows)
-        for way, keys in {"fisher": {}, **WAYS}.items():
-            found = [planned(config, "strong", gpus, keys) for gpus in (8, 64, 512)]
+        for way, keys in WAYS.items():
+            found = [planned(config, "strong", gpus, keys) for gpus in SHOWN]
             ways.append([folder.name, way, *map(_ratio, found)])
-    columns = "recipe", "importance", "8 GPUs", "64 GPUs", "512 GPUs"
-    tables.append(Table(f"PROJECTED, not measured: OAR / GRPO of a whole step, {GPU.name}, strong", columns, ways))
+    title = f"PROJECTED, not measured: OAR / GRPO of a whole step, {GPU.name}, strong"
+    tables.append(Table(title, ["recipe", "importance", *(f"{gpus} GPUs" for gpus in SHOWN)], ways))
     runs = {"projection": True, "recipes": made}
     return Report("PROJECTION of scaling to many GPUs", "scaling_projection", tables, [*NOTES, *problems], runs)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 PACKAGES = ("oar_plugin", "torch", "transformers", "vllm", "trl", "openrlhf", "deepspeed")
+PREDICTED = ", predicted"  # ends the name of an importance that was predicted
 RIGHT_FROM = 0.5  # rewards are 0 or 1, or -1 or 1; below 0.5 a response got points for its form only
 
 

@@ -13,7 +13,7 @@ from rich.text import Text as Line
 from oar_plugin.credit.answer import Segment
 from oar_plugin.output import printable
 from oar_plugin.page.inspector import KINDS, kind_of
-from oar_plugin.page.record import Header, Response
+from oar_plugin.page.record import PREDICTED, Header, Response
 
 
 def json_of(responses: Sequence[Response], header: Header) -> str:
@@ -29,7 +29,7 @@ def text_of(responses: Sequence[Response], console: Console) -> str:
             numbers = {"advantage": response.advantage, "reward": response.reward}
             figures = "".join(f"  {name} {value:.4g}" for name, value in numbers.items() if value is not None)
             figures += "" if response.truth is None else f"  truth {response.truth}"
-            scores = "".join(f"  {name}" for name in response.importance if name.endswith("predicted"))
+            scores = "".join(f"  {name}" for name in response.importance if name.endswith(PREDICTED))
             head = f"step {response.step}  {response.group}  {response.uid}  {response.status}{scores}{figures}"
             console.print(Line(printable(head), "bold"))
             console.print(Line(printable(response.prompt.strip()), "dim"))

@@ -13,7 +13,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.predicted_batch import PredictedBatch
-from oar_plugin.passes.prediction import ScorePredictor, ValuePredictor
+from oar_plugin.passes.prediction import Predictor
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps, to_device
 from oar_plugin.passes.trial import Reading, check_by_trial
@@ -119,7 +119,7 @@ def batch_importance(
 def predicted_importance(
     model: nn.Module,
     request: Request,
-    predictor: ScorePredictor | ValuePredictor,
+    predictor: Predictor,
     token_BL: Tensor,
     segments_BL: Tensor,
     mask_BL: Tensor,

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from oar_plugin.credit.noise import response_seeds
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.prediction import Features, ScorePredictor, ValuePredictor
+from oar_plugin.passes.prediction import Features, Predictor, ScorePredictor, ValuePredictor
 from oar_plugin.passes.request import Request
 
 NOT_PREDICTED_4 = torch.tensor([0.0, torch.nan, torch.nan, torch.nan])  # `PREDICTION_NAMES`
@@ -30,7 +30,7 @@ class PredictedBatch:
 
     def __init__(
         self,
-        predictor: ScorePredictor | ValuePredictor,
+        predictor: Predictor,
         request: Request,
         packed: Packed,
         usable_B: Tensor,

@@ -229,7 +229,7 @@ def _positions(response_N: Tensor, count: int) -> Tensor:
     return torch.where(last_N > 0, 2 * index_N / last_N.clamp_min(1) - 1, 0.0).float()
 
 
-def predictor_of(config: OarConfig, importance: str | None = None) -> ScorePredictor | ValuePredictor | None:
+def predictor_of(config: OarConfig, importance: str | None = None) -> Predictor | None:
     """A new predictor, or None if these settings need none. `importance` in place of that of the settings."""
     if importance_of(importance or config.importance).learns:
         return ValuePredictor()

@@ -30,7 +30,7 @@ from oar_plugin.hosts.verl.capabilities import subclass
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
 from oar_plugin.passes.predicted_batch import PredictedBatch
-from oar_plugin.passes.prediction import ScorePredictor, ValuePredictor, predictor_of
+from oar_plugin.passes.prediction import Predictor, ScorePredictor, predictor_of
 from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, SECONDS, STATUS, Request, nested
 from oar_plugin.passes.segments import end_of_sequence_tokens, longest_of, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
@@ -70,7 +70,7 @@ class ImportancePass:
     engine_config: Any
     model_config: Any
 
-    _predictor: ScorePredictor | ValuePredictor | None = None  # of the run; a resumed run begins with a new one
+    _predictor: Predictor | None = None  # of the run; a resumed run begins with a new one
     _predicted: PredictedBatch | None = None  # the batch, if its importance is predicted
     _checked: frozenset[str] = frozenset()  # names of importances that `_check_supported` has accepted
 
