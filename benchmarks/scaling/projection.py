@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.count.ship import add_counts
 from benchmarks.report import Progress, Report, Table
+from benchmarks.workload import DEFAULT
 from oar_plugin.config import PREFIX
 from oar_plugin.runs.plan.hardware import DRIVER_SECONDS_PER_TOKEN, EXPECTED, GATE_SECONDS_PER_TOKEN, choose_gpu
 from oar_plugin.runs.plan.known import PlanError
@@ -20,7 +21,7 @@ PHASES = (GENERATION, LOG_PROB, IMPORTANCE, GATE, UPDATE)
 OF_ENGINES: dict[str, Any] = {"importance": "oar_p", "perturbation.span": 8, "perturbation.backend": "rollout"}
 SHOWN = (8, 64, 512)
 WAYS: dict[str, dict[str, Any]] = {
-    "fisher": {},
+    DEFAULT: {},
     "fisher, 1 in 8 scored": {"amortize.share": 1 / 8},
     "oar_p, spans of 8 on the engines": OF_ENGINES,
     **{f"oar_p, spans of 8, 1 in {n} scored": {**OF_ENGINES, "amortize.share": 1 / n} for n in (20, 300)},
