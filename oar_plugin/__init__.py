@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from oar_plugin.front_door import Credit, importance, reshape
 
 __all__ = ["Credit", "importance", "reshape"]
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 def __dir__() -> list[str]:

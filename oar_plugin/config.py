@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
 
-from oar_plugin.credit import called
 from oar_plugin.credit.answer import make_finder
 from oar_plugin.credit.gate import GATES, Gate, gate_of
-from oar_plugin.credit.importance import IMPORTANCES, Copies, Importance, importance_of, of_engines, without_copies
+from oar_plugin.credit.importance import IMPORTANCES, Importance, importance_of, named
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
@@ -40,12 +39,8 @@ class PerturbationConfig(_Settings):
         "actor",
         description="Who runs the masked copies. actor: the training engine, after the log-prob pass. rollout: the vLLM "
         "engines, as soon as a response is finished, while other responses are still being generated "
-        f"({of_engines()} only).",
+        f"({named(copies=True)} only).",
     )
-    budget: float | None = Field(None, gt=0)
-    """How many units of a response get a copy of their own: a value up to 1 is a share, a value above 1 is a number. null: all
-    units for oar_p, 0.3 for hybrid. hybrid chooses the units by gradient, oar_p block by block (backend=rollout only); the
-    other units get a calibrated estimate."""
     span: int = Field(1, ge=1, le=1024)
     """Number of consecutive tokens that one copy replaces. They share its score evenly."""
     replacement: Literal["pad", "sampled"] = "pad"
@@ -94,8 +89,30 @@ GROUPS: dict[str, type[BaseModel]] = {
 """The keys of `algorithm.oar` that hold other keys."""
 
 
+_PREDICTED = "write importance=oar_p with amortize.share=0.125: copies for one response in eight, predicted scores for the others"
+LEFT = {
+    "importance=decision": "on a language model it was no better than random numbers; write importance=fisher, the default",
+    "importance=hybrid": f"predicted scores agree better with exact OAR-P beyond position, for fewer passes; {_PREDICTED}",
+    "importance=span_masking": "write importance=oar_p with perturbation.span=8, and probe=answer_joint for its definition",
+    "importance=value": f"it was not ahead of GRPO; {_PREDICTED}, or importance=fisher",
+    "oar=decision": "its importance was no better than random numbers; leave it out: the default has the same gate",
+    "perturbation.budget": "every unit of a response gets a copy; for fewer copies set perturbation.span, or amortize.share",
+    "advantages": "no importance learns from them; leave it out",
+}
+"""Settings, and an argument of `oar_plugin.importance`, that left with version 0.4.0 -> why, and what to write instead."""
+LEFT_DEFAULTS = {"perturbation.budget": None}
+"""Keys that left -> their default, which runs of older versions have recorded."""
+
+
+def left(setting: str) -> str | None:
+    """A message for a key, or `key=value`, that left the package; None if it has not."""
+    return f"left oar_plugin with 0.4.0: {LEFT[setting]}" if setting in LEFT else None
+
+
 def unknown_key(path: Sequence[str], prefix: str = PREFIX) -> str | None:
     """A message for an unknown key below `prefix`, with the closest known key; None if the key is known."""
+    if message := left(".".join(path)):
+        return message
     keys = list(OarConfig.model_fields)
     keys += [f"{group}.{key}" for group, model in GROUPS.items() for key in model.model_fields]
     if ".".join(path) in keys:
@@ -175,20 +192,17 @@ class OarConfig(_Settings):
         if not self.answer_patterns and self.probe != "last":
             fault = f"probe={self.probe} needs to know where the answer is, but answer_patterns is empty"
             raise ValueError(f"{fault}; allowed: probe=last, or at least one pattern")
-        self._check_conflicts(self.importance_object)
         importance = self.importance_object
         if self.amortize.share is not None and not (importance.backwards or importance.copies):
             fault = f"amortize.share={self.amortize.share:g} with importance={self.importance}: it computes no scores"
             raise ValueError(f"{fault} to predict; allowed: null, or an importance with a backward or copies")
         if self.offloads and self.amortize.share is None and (name := self.actor_importance) is not None:
             try:
-                fallback = importance_of(name)
-                if fallback.copies is not None:
-                    allowed = f"none, {without_copies()}, or python:<module>:<class>"
+                if _known_importance(name).copies:
+                    allowed = f"none, {named(copies=False)}, or python:<module>:<class>"
                     raise ValueError(f"the actor would run masked copies; allowed: {allowed}")
             except ValueError as error:
                 raise ValueError(f"perturbation.fallback={name}: {error}") from None
-            self._check_conflicts(fallback)
         return self
 
     @field_validator("base_estimator", mode="before")
@@ -202,7 +216,7 @@ class OarConfig(_Settings):
     @field_validator("importance", "gate")
     @classmethod
     def _exists(cls, name: str, info: ValidationInfo) -> str:
-        (importance_of if info.field_name == "importance" else gate_of)(name)
+        (_known_importance if info.field_name == "importance" else gate_of)(name)
         return name
 
     @property
@@ -219,11 +233,6 @@ class OarConfig(_Settings):
         return self.gate_object.tau if self.tau is None else self.tau
 
     @property
-    def copies(self) -> Copies | None:
-        """How the importance uses masked copies; None if it uses none."""
-        return self.importance_object.copies
-
-    @property
     def backwards(self) -> int:
         """Number of backwards to the embeddings in one gradient pass."""
         return sum(forward.backward is not None for forward in self.importance_object.forwards(self.num_draws))
@@ -236,13 +245,7 @@ class OarConfig(_Settings):
     @property
     def offloads(self) -> bool:
         """Whether the rollout engines compute importance."""
-        return self.copies is not None and self.perturbation.backend == "rollout"
-
-    @property
-    def budget(self) -> float:
-        """`perturbation.budget`; if it is null, the importance's default."""
-        default = 1.0 if self.copies is None else self.copies.budget
-        return default if self.perturbation.budget is None else self.perturbation.budget
+        return self.importance_object.copies and self.perturbation.backend == "rollout"
 
     @property
     def actor_importance(self) -> str | None:
@@ -250,12 +253,6 @@ class OarConfig(_Settings):
         if not self.offloads or self.amortize.share is not None:  # with engines, it predicts what they did not score
             return self.importance
         return None if self.perturbation.fallback == "none" else self.perturbation.fallback
-
-    def _check_conflicts(self, importance: Importance) -> None:
-        settings = self.model_dump() | {"tau": self.quantile}
-        settings["perturbation"] |= {"budget": self.budget}
-        if conflicts := called(f"importance={importance.name}: conflicts", lambda: [*importance.conflicts(settings)]):
-            raise ValueError("; ".join(conflicts))
 
     @classmethod
     def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> "OarConfig":
@@ -274,6 +271,12 @@ class OarConfig(_Settings):
     def probe_at(self, step: int) -> Probe:
         """The probe of training step `step` (the first step is 1)."""
         return "last" if step <= self.warmup_steps else self.probe
+
+
+def _known_importance(name: str) -> Importance:
+    if message := left(f"importance={name}"):
+        raise ValueError(message)
+    return importance_of(name)
 
 
 def _explain(fault: Any, prefix: str) -> str:

@@ -1,6 +1,5 @@
 """OAR as an estimator: a group-relative advantage times the gate's weights, with the fallbacks decided and counted."""
 
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,30 +12,43 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import MEASURE_NAMES, Status, measured, summarize
 from oar_plugin.credit.gate import kept_total, relative
 from oar_plugin.credit.importance import Importance
+from oar_plugin.output import warn_once
 from oar_plugin.passes.request import IMPORTANCE, MEASURES, SEGMENTS, STATUS, WEIGHTS
-
-logger = logging.getLogger("oar_plugin")
-
-_FAILED = set[str]()  # users' gates that have raised in this process; the log says it once
 
 
 class Reshaped(NamedTuple):
     advantage_BL: Tensor
     weight_BL: Tensor  # 1 at all tokens of a response that falls back to GRPO
     status_B: Tensor  # int64, a `Status` per response
-    metrics: dict[str, float]  # by name, without the prefix `oar/`
+    measure_BM: Tensor  # float32, `MEASURE_NAMES` of each response; if importance is predicted also `PREDICTION_NAMES`
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By name, without the prefix `oar/`."""
+        return summarize(self.measure_BM, self.status_B)
 
 
 def reshape(
-    advantage_BL: Tensor, importance_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor, config: OarConfig
+    advantage_BL: Tensor,
+    importance_BL: Tensor,
+    reasoning_BL: Tensor,
+    status_B: Tensor,
+    config: OarConfig,
+    prediction_B4: Tensor | None = None,
 ) -> Reshaped:
     """Multiplies the host's advantages `[B, L]` with the gate's weights.
 
-    `importance_BL` is float, `reasoning_BL` bool, `status_B` (int64) the `Status` before the gate. Raises nothing: a response
-    that cannot be weighted keeps its advantages, and its status says why.
+    For the other arguments see `weigh`. Raises nothing: a response that cannot be weighted keeps its advantages, and its status
+    says why.
     """
-    weight_BL, status_B, measure_B4 = weigh(importance_BL, reasoning_BL, rewarded(status_B, advantage_BL), config)
-    return Reshaped(advantage_BL * weight_BL, weight_BL, status_B, summarize(measure_B4, status_B))
+    given = importance_BL, reasoning_BL, rewarded(status_B, advantage_BL), config
+    weight_BL, status_B, measure_BM = weigh(*given, prediction_B4=prediction_B4)
+    return Reshaped(weighted(advantage_BL, weight_BL), weight_BL, status_B, measure_BM)
+
+
+def weighted(advantage: Tensor, weight: Tensor) -> Tensor:
+    """Advantages times weights, of one shape. An advantage that is NaN or infinite stays: its reward is bad (`rewarded`)."""
+    return torch.where(advantage.isfinite(), advantage * weight, advantage)
 
 
 def rewarded(status_B: Tensor, advantage_BL: Tensor) -> Tensor:
@@ -45,12 +57,19 @@ def rewarded(status_B: Tensor, advantage_BL: Tensor) -> Tensor:
 
 
 def weigh(
-    importance_BL: Tensor, reasoning_BL: Tensor, status_B: Tensor, config: OarConfig, kind: Importance | None = None
+    importance_BL: Tensor,
+    reasoning_BL: Tensor,
+    status_B: Tensor,
+    config: OarConfig,
+    kind: Importance | None = None,
+    prediction_B4: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gate's weights, float32 `[B, L]`, the final `Status`, int64 `[B]`, and what `measured` returns, `[B, 4]`.
+    """Returns the gate's weights, float32 `[B, L]`, the final `Status`, int64 `[B]`, and `Reshaped.measure_BM`.
 
-    `reasoning_BL` is bool, `status_B` (int64) the `Status` before the gate. Bad data raises nothing: the weights of a response
-    whose importance or weights cannot be used are 1, and its status says why. Padding on the right changes nothing.
+    `reasoning_BL` is bool, `status_B` (int64) the `Status` before the gate, `prediction_B4` the `PREDICTION_NAMES` of each
+    response if importance is predicted, `kind` the importance if it is not that of the settings. Bad data raises nothing: the
+    weights of a response whose importance or weights cannot be used are 1, and its status says why. Padding on the right
+    changes nothing.
     """
     finite_B = torch.isfinite(importance_BL.masked_fill(~reasoning_BL, 0.0)).all(-1)
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~finite_B, Status.NON_FINITE)
@@ -58,10 +77,12 @@ def weigh(
     high_B = importance_BL.masked_fill(~reasoning_BL, -torch.inf).amax(-1)
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~(high_B > low_B), Status.CONSTANT)
 
-    kind = kind or config.importance_object
-    if kind.learns:  # before the first fit every prediction is 0
-        status_B = status_B.masked_fill((status_B == Status.CONSTANT) & (high_B == 0), Status.LEARNING)
+    if prediction_B4 is not None:  # predictions are 0 until enough tokens were seen
+        prediction_B4 = prediction_B4.to(importance_BL.device)
+        unseen_B = prediction_B4[:, 0].bool() & (high_B == 0)
+        status_B = status_B.masked_fill((status_B == Status.CONSTANT) & unseen_B, Status.LEARNING)
 
+    kind = kind or config.importance_object
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
     gate = config.gate_object
     if kind.arbitrary_scale and not gate.order_only:
@@ -72,14 +93,14 @@ def weigh(
         weight_BL = gate.weights(importance_BL, usable_BL, config.quantile, config.beta, config.floor).float()
         kept_B = kept_total(weight_BL, usable_BL)
     except Exception:
-        if config.gate not in _FAILED:
-            logger.exception("algorithm.oar.gate=%s raised; the responses of its batch fall back to GRPO", config.gate)
-        _FAILED.add(config.gate)
+        text = "algorithm.oar.gate=%s raised; the responses of its batch fall back to GRPO"
+        warn_once(text, config.gate, exc_info=True)
         weight_BL, kept_B = torch.ones_like(importance_BL), torch.zeros_like(finite_B)
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~kept_B, Status.NON_FINITE)
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
     weight_BL = torch.where(usable_BL, weight_BL, 1.0)
-    return weight_BL, status_B, measured(weight_BL, usable_BL)
+    measure_BM = measured(weight_BL, usable_BL)
+    return weight_BL, status_B, measure_BM if prediction_B4 is None else torch.cat([measure_BM, prediction_B4], -1)
 
 
 def weigh_rows(
@@ -88,19 +109,23 @@ def weigh_rows(
     status_B: Tensor,
     config: OarConfig,
     kind: Importance | None = None,
+    prediction_B4: Tensor | None = None,
 ) -> dict[str, list[Tensor]]:
-    """`weigh` for responses of different lengths, `[L_i]` each. A segment is a `Segment`, `kind` the importance of `weigh`.
+    """`weigh` for responses of different lengths, `[L_i]` each. A segment is a `Segment`.
 
     Returns the fields of an actor's answer (`passes.request`), without `SECONDS`: one tensor per response.
     """
     weights, status_B = [torch.ones(len(row)) for row in importance], status_B.clone()
-    measure_B4 = torch.zeros(len(weights), len(MEASURE_NAMES))
+    measure_BM = torch.zeros(len(weights), len(MEASURE_NAMES))
+    if prediction_B4 is not None:
+        measure_BM = torch.cat([measure_BM, prediction_B4], -1)
     scored = (status_B == Status.SCORED).nonzero()[:, 0].tolist()
     if scored:  # others may have no tokens
         importance_SL, segments_SL = (pad_sequence([rows[i] for i in scored], True) for rows in (importance, segments))
-        given = importance_SL, segments_SL == Segment.REASONING, status_B[scored]
-        weight_SL, status_B[scored], measure_B4[scored] = weigh(*given, config, kind)
+        given = importance_SL, segments_SL == Segment.REASONING, status_B[scored], config, kind
+        predicted = None if prediction_B4 is None else prediction_B4[scored]
+        weight_SL, status_B[scored], measure_BM[scored] = weigh(*given, predicted)
         for row, weight_L in zip(scored, weight_SL, strict=True):
             weights[row] = weight_L[: len(weights[row])]
     rows = {IMPORTANCE: list(importance), SEGMENTS: list(segments), WEIGHTS: weights}
-    return rows | {STATUS: list(status_B[:, None]), MEASURES: list(measure_B4)}
+    return rows | {STATUS: list(status_B[:, None]), MEASURES: list(measure_BM)}

@@ -84,7 +84,6 @@ def importance(
     segments: Tensor | None = None,
     prompts: Sequence[Any] | None = None,
     responses: Sequence[Any] | None = None,
-    advantages: Tensor | Sequence[float] | None = None,
     tokenizer: Any = None,
     temperature: float = 1.0,
     step: int = 1,
@@ -104,13 +103,11 @@ def importance(
         segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: from the text, by `answer_patterns`.
         prompts: B texts, chats (lists of messages, for the tokenizer's chat template) or sequences of token ids.
         responses: B texts or sequences of token ids, without special tokens before them. Both may be a tokenizer's output.
-        advantages: `[B]`, of which only the sign counts, for an importance that learns from them (`value`).
         tokenizer: the model's tokenizer; not needed with `input_ids`, `attention_mask` and `segments`.
         temperature: the sampling temperature of the responses.
         step: training step, on which signs, noise and the probe's warm-up depend.
         max_tokens: maximum number of tokens per forward, with padding; a longer row runs alone. None: as many as take 2 GiB.
-        predictor: that of an earlier call's result, which learns on. None: a new one, if `amortize.share` or the importance
-            needs one.
+        predictor: that of an earlier call's result, which learns on. None: a new one, if `amortize.share` needs one.
         settings: keys of `algorithm.oar`: `importance`, `gate`, `tau`, `probe`, `answer_patterns`, `perturbation`, ...
 
     Raises:
@@ -135,8 +132,7 @@ def importance(
     text, padding = config.get_text_config(), config if tokenizer is None else None
     credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding)
     if predictor is not None:
-        same = type(predictor) is type(credit.predictor)
-        _check(same, f"predictor={type(predictor).__name__}", "must be of a call with the same settings")
+        _check(credit.predictor is not None, "predictor", "nothing is predicted without amortize.share")
         credit.predictor = copy.deepcopy(predictor)  # a call that fails, or is repeated, leaves it as it was
     if max_tokens is None:
         # A layer keeps about 10 states of a token for a backward, and 3 of its MLP, which are wider.
@@ -193,9 +189,7 @@ def importance(
         _check(not wrong, f"segments hold {wrong[:1]}", f"allowed: {known}")
         segments_BL, status_B = _checked_segments(segments_BL)
     segments_BL = segments_BL.to(torch.int8)
-    sign_B = torch.zeros(len(rows)) if advantages is None else torch.as_tensor(advantages).float().sign()
-    _check(sign_B.shape == (len(rows),), _shape("advantages", sign_B), f"must be ({len(rows)},)")
-    importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens, sign_B=sign_B)
+    importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens)
     even = credit.reshape(step, torch.ones_like(importance_BL), importance_BL, segments_BL, status_B)
     status = [Status(int(value)) for value in even.status_B]
     Watch(credit.config.fallback_warning, 1).see(step, {f"oar/{name}": value for name, value in even.metrics.items()})

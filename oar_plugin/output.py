@@ -1,15 +1,32 @@
-"""What is printed for people and what is written for readers: safe text, hints for mistyped names, whole and locked files."""
+"""What is logged, printed and written for people: one logger, safe text, hints for mistyped names, whole and locked files."""
 
 import difflib
 import errno
 import fcntl
+import logging
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, TextIO
 
 INSTALL = "pip install --no-deps . -r recipes/requirements.txt"
 """Installs the plugin beside verl, from a checkout, with what the recipes need. It changes no package that verl brought."""
+
+logger = logging.getLogger("oar_plugin")
+_times = Counter[tuple[object, ...]]()
+
+
+def times(*what: object) -> int:
+    """Return how many calls with these arguments this process has made, this one included."""
+    _times[what] += 1
+    return _times[what]
+
+
+def warn_once(text: str, *values: object, exc_info: bool = False) -> None:
+    """Log a warning, unless this process has logged the same one before."""
+    if times(text, *values) == 1:
+        logger.warning(text, *values, exc_info=exc_info)
 
 
 def printable(text: str) -> str:

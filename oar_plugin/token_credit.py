@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from oar_plugin import estimator
 from oar_plugin.config import PREFIX, OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.diagnostics import MEASURE_NAMES, Status, summarize
+from oar_plugin.credit.diagnostics import MEASURE_NAMES, Status
 from oar_plugin.credit.watch import Watch
-from oar_plugin.estimator import rewarded, weigh
+from oar_plugin.output import warn_once
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import PREDICTED, Header, Response, header_for
 from oar_plugin.passes.plain import batch_importance, in_eval_mode, predicted_importance
 from oar_plugin.passes.prediction import predictor_of
 from oar_plugin.passes.request import Request, replacement_token
-from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows, warn_once
+from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
 
@@ -119,7 +120,8 @@ class TokenCredit:
         self._replacement = replacement_token(self.config, padding or tokenizer)
         if self._replacement in self._eos_token_ids:
             setting = f"{prefix}.perturbation.replacement=pad"
-            warn_once(f"{setting}: {tokenizer.pad_token!r} also ends responses. Scores depend on it: see docs/oar-p.md")
+            text = "%s: %r also ends responses. Scores depend on it: see docs/oar-p.md"
+            warn_once(text, setting, tokenizer.pad_token)
         config = self.config.dump
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)
 
@@ -177,7 +179,6 @@ class TokenCredit:
         max_tokens: int,
         max_over_ranks: Callable[[int], int] = lambda count: count,
         checkpoint_activations: bool = False,
-        sign_B: Tensor | None = None,
         sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> Tensor:
         """Returns the importance of each response token, float32 `[B, L]`; 0 at tokens that are not scored.
@@ -190,8 +191,7 @@ class TokenCredit:
             max_tokens: maximum number of tokens per forward, with padding. A longer row runs alone.
             max_over_ranks: takes a count, returns the maximum of this count over all ranks.
             checkpoint_activations: recompute activations in the backward, to save memory.
-            sign_B: signs of the responses' advantages, for an importance that learns from them. None: all are 0.
-            sum_over_ranks: takes a tensor, returns its sum over all ranks. Needed if importance is predicted or learned.
+            sum_over_ranks: takes a tensor, returns its sum over all ranks. Needed if importance is predicted.
 
         Raises:
             UnsupportedModelError: importance cannot be computed with this model (`oar_plugin.passes.taps.check_model`).
@@ -204,24 +204,20 @@ class TokenCredit:
             if self.predictor is None:
                 importance_BT = batch_importance(model, request, *rows, *how)
             else:
-                signs = torch.zeros(len(segments_BL)) if sign_B is None else sign_B.cpu()
-                predicted = predicted_importance(model, request, self.predictor, *rows, signs, *how, sum_over_ranks)
+                predicted = predicted_importance(model, request, self.predictor, *rows, *how, sum_over_ranks)
                 importance_BT, self._prediction_B4 = predicted
         return importance_BT[:, before:]
 
     def reshape(
         self, step: int, advantage_BL: Tensor, importance_BL: Tensor, segments_BL: Tensor, status_B: Tensor
     ) -> ReshapedBatch:
-        """Multiplies the host's normalised advantages with the gate's weights, like `oar_plugin.estimator.reshape`."""
-        reasoning_BL, status_B = segments_BL == Segment.REASONING, rewarded(status_B, advantage_BL)
-        weight_BL, status_B, measure_BM = weigh(importance_BL, reasoning_BL, status_B, self.config)
-        if self._prediction_B4 is not None:
-            measure_BM = torch.cat([measure_BM, self._prediction_B4.to(measure_BM)], -1)
-            self._prediction_B4 = None
-        credited = step, advantage_BL, importance_BL, segments_BL, weight_BL, status_B  # the fields of `CreditedBatch`
-        metrics, own = summarize(measure_BM, status_B), measure_BM.shape[1] == len(MEASURE_NAMES)
-        predicted_B = None if own else measure_BM[:, len(MEASURE_NAMES)].bool()
-        return ReshapedBatch(*credited, predicted_B, advantage_BL * weight_BL, measure_BM, metrics)
+        """`oar_plugin.estimator.reshape` of the host's normalised advantages, with what records and dumps need."""
+        prediction_B4, self._prediction_B4 = self._prediction_B4, None
+        given = importance_BL, segments_BL == Segment.REASONING, status_B, self.config, prediction_B4
+        made = estimator.reshape(advantage_BL, *given)
+        predicted_B = None if prediction_B4 is None else made.measure_BM[:, len(MEASURE_NAMES)].bool()
+        credited = step, advantage_BL, importance_BL, segments_BL, made.weight_BL, made.status_B, predicted_B
+        return ReshapedBatch(*credited, made.advantage_BL, made.measure_BM, made.metrics)
 
     def record(
         self,
@@ -247,7 +243,7 @@ class TokenCredit:
         # advantage is then read from all columns of the row, if there are any.
         advantages = credited.host_advantage_BL[row, span].tolist() or credited.host_advantage_BL[row].tolist()
         name = importance or self.config.importance_object.name
-        if credited.predicted_B is not None and credited.predicted_B[row] and not self.config.importance_object.learns:
+        if credited.predicted_B is not None and credited.predicted_B[row]:
             name += PREDICTED
         scores = {name: credited.importance_BL[row, span].tolist()}
         fields = known | {name: value[span].tolist() for name, value in known.items() if isinstance(value, Tensor)}

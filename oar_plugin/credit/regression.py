@@ -17,7 +17,8 @@ COLUMNS = 256
 """A projected hidden state has this many columns."""
 DECAY = 0.95
 """The sums of earlier steps count this much in each step."""
-SCORE_FEATURES, VALUE_FEATURES = 2 * COLUMNS + 4, 2 * COLUMNS + 2
+FEATURES = 2 * COLUMNS + 4
+"""Number of columns of `token_features`."""
 
 
 def projected(hidden_NH: Tensor) -> Tensor:
@@ -33,18 +34,13 @@ def _projection(size: int, device: torch.device) -> Tensor:
     return signs(torch.arange(size), 0, COLUMNS).to(device)
 
 
-def of_score(own_NP: Tensor, before_NP: Tensor, doubt_N: Tensor, position_N: Tensor) -> Tensor:
-    """Features of a token's score: hidden state of the token and of the one before it, doubt (1 - probability), and position.
+def token_features(own_NP: Tensor, before_NP: Tensor, doubt_N: Tensor, position_N: Tensor) -> Tensor:
+    """Features `[N, F]` of tokens: hidden states of the token and of the one before it, doubt (1 - probability), and position.
 
     `position_N` is -1 at the first reasoning token and 1 at the last one.
     """
     one_N = torch.ones_like(doubt_N)
     return torch.cat([own_NP, before_NP, torch.stack([doubt_N, position_N, position_N.square(), one_N], -1)], -1)
-
-
-def of_value(own_NP: Tensor, doubt_N: Tensor) -> Tensor:
-    """Features of the value after a token: its hidden state, the same times its doubt, the doubt."""
-    return torch.cat([own_NP, own_NP * doubt_N[:, None], torch.stack([doubt_N, torch.ones_like(doubt_N)], -1)], -1)
 
 
 def _wide(device: torch.device) -> torch.dtype:
@@ -60,8 +56,8 @@ class Regression:
 
     def __init__(self, features: int, ridge: float) -> None:
         self.ridge, self.tokens = ridge, 0.0
-        self._shape = features, features + 1  # X^T X beside X^T y
-        self._sums, self._step = torch.zeros(self._shape, dtype=torch.float64), torch.zeros(())
+        # X^T X beside X^T y
+        self._sums, self._step = torch.zeros(features, features + 1, dtype=torch.float64), torch.zeros(())
         self._coefficient_F = torch.zeros(features)
 
     def predict(self, feature_NF: Tensor) -> Tensor:
@@ -78,7 +74,7 @@ class Regression:
 
     def step_sums(self, device: torch.device) -> Tensor:
         """The sums of this rank and step, to be summed over ranks."""
-        return self._step.to(device, _wide(device)).expand(self._shape).contiguous()
+        return self._step.to(device, _wide(device)).expand(self._sums.shape).contiguous()
 
     def end_step(self, sums: Tensor) -> None:
         """Ends a step with `step_sums`, summed over all ranks that share no rows. Without tokens nothing changes."""

@@ -1,6 +1,5 @@
 """Writes what `algorithm.oar.dump` asks for: files of responses for `oar inspect`. No fault in it stops the run."""
 
-import logging
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,10 +8,8 @@ from typing import NamedTuple
 
 from oar_plugin.config import PREFIX, DumpConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.output import write_whole
+from oar_plugin.output import logger, times, write_whole
 from oar_plugin.page.record import Header, Response, is_right
-
-logger = logging.getLogger("oar_plugin")
 
 DUMP_FAILED = "oar/dump_failed"
 """A metric of every step, where dumps are asked for."""
@@ -51,7 +48,7 @@ class Dumps:
 
     def __init__(self, config: DumpConfig, home: str | Path, prefix: str = PREFIX) -> None:
         self._every, self._seen, self._due, self._begun = config.every, 0, False, False
-        self._said, self.run = set[str](), Path(home).absolute().name
+        self.run = Path(home).absolute().name
         self.folder = None if config.dir is None else Path(home, Path(config.dir).expanduser()).absolute()
         if self.folder is not None:
             try:
@@ -90,8 +87,7 @@ class Dumps:
             yield
         except Exception as error:
             metrics.update(dict.fromkeys(names, 1.0))
-            if what not in self._said:
-                self._said.add(what)
+            if times(what, *names) == 1:
                 text = "step %d: %s failed: %r. Training goes on; %s counts it, and this is not said again"
                 said = step, what, error, ", ".join(names)
                 logger.warning(text, *said, exc_info=not isinstance(error, OSError))

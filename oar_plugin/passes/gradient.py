@@ -89,9 +89,8 @@ class Scores:
 
     `score_KT` has the scores from each of the importance's K backwards, summed over the draws of random signs or noise.
     `entropy_T` is the entropy in nats of the distribution that the token was sampled from, and `log_prob_T` the token's
-    log-probability. Each is computed if it is in `Importance.reads`: at reasoning tokens, and at answer tokens if a
-    `Backward` has `rows="later"`. At all other tokens it is 0. `hidden_TP`: the projected hidden states of reasoning tokens
-    and of the tokens before these, `[0, P]` if they are not read.
+    log-probability. Each is computed if it is in `Importance.reads`, at reasoning tokens. At all other tokens it is 0.
+    `hidden_TP`: the projected hidden states of reasoning tokens and of the tokens before these, `[0, P]` if they are not read.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class MicroBatchPass:
         # Entropies and log-probs need logits without noise. If no backward has noise and a backward starts from
         # reasoning rows, its forward computes these logits anyway. Otherwise the first forward (noise-free) does.
         noisy, backwards = self.importance.noisy, self.importance.backwards
-        self._read_first = bool(self.reads) and (noisy or not any(b.of_reasoning for b in backwards))
+        self._read_first = bool(self.reads) and (noisy or not any(b.rows == "reasoning" for b in backwards))
         self._first = None if noisy or not backwards else 0
         # Values from one forward that its backward or a later forward needs.
         self._noise_free_BV: Tensor | None = None  # pooled logits of the probe without noise
@@ -170,21 +169,18 @@ class MicroBatchPass:
 
         answer = local_rows(packed.segments_T == Segment.ANSWER, request.probe)
         reasoning = local_rows(reasoning_T & (self.importance.reasoning_rows or bool(self.reads)), "answer_joint")
-        later = reasoning
-        if any(backward.rows == "later" for backward in self.importance.backwards):
-            later = local_rows(reasoning_T | (packed.segments_T == Segment.ANSWER), "answer_joint")
         seen_T = reasoning_T | reasoning_T.roll(-1)  # and the token before; a response does not open a sequence
         seen_N = (seen_T & (layout.local_T >= 0) & hidden).nonzero()[:, 0]
         held_N = (layout.embedding_T >= 0).nonzero()[:, 0]  # the tokens whose embeddings are here
         noisy_N = held_N[reasoning_T[held_N]]
         held = layout.embedding_T[held_N], place_T[held_N]
         noise = layout.embedding_T[noisy_N], response_T[noisy_N], packed.place_T[noisy_N]
-        tables = (rows.table_5N for rows in (answer, reasoning, later))
+        tables = (rows.table_5N for rows in (answer, reasoning))
         seen = layout.local_T[seen_N], place_T[seen_N]
         copied = to_device(layout.device, layout.local_T, place_T, seed_B, *seen, *held, *noise, *tables)
-        self._local_T, self._place_T, self._seed_B, *of_tokens = copied[:-3]
+        self._local_T, self._place_T, self._seed_B, *of_tokens = copied[:-2]
         self._seen_N, self._seen_place_N, self._held_N, self._held_place_N, *self._noisy = of_tokens
-        self._answer, self._reasoning, self._later = (AnswerRows(table_5N, num_responses) for table_5N in copied[-3:])
+        self._answer, self._reasoning = (AnswerRows(table_5N, num_responses) for table_5N in copied[-2:])
 
     def tap(self, forward: Forward, layout: Layout | None = None) -> Tap:
         """Returns the tap for `forward`. Each forward and its backward run before the tap of the next one is made.
@@ -196,8 +192,8 @@ class MicroBatchPass:
         first = forward.draw == 0 and forward.backward == self._first
         reads, sees = self._read_first and first, self.request.reads_hidden and first
         backward = None if forward.backward is None else self.importance.backwards[forward.backward]
-        rows = {"reasoning": self._reasoning, "later": self._later}.get(backward.rows if backward else "", self._answer)
-        positions = [self._local_T[rows.position_N], *([self._local_T[self._later.position_N]] if reads else [])]
+        rows = self._reasoning if backward is not None and backward.rows == "reasoning" else self._answer
+        positions = [self._local_T[rows.position_N], *([self._local_T[self._reasoning.position_N]] if reads else [])]
         count, read = len(rows), sum(map(len, positions))
 
         def probe(project: Project, hidden_NH: Tensor) -> Tensor | None:
@@ -206,7 +202,7 @@ class MicroBatchPass:
                 for chosen_N, chunk_NH in zip(*chunks, strict=True):
                     self.scores.hidden_TP[chosen_N] = projected(chunk_NH)
             if reads:
-                read_logits(project, hidden_NH[count:read], lambda z, at: self._read(self._later.select(at), z.float()))
+                read_logits(project, hidden_NH[count:read], lambda z, at: self._read(self._reasoning.select(at), z.float()))
             if backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
                     self._noise_free_BV = self._pooled(project, hidden_NH[:count])
@@ -296,7 +292,7 @@ class MicroBatchPass:
         with torch.autocast(logits_NV.device.type, enabled=False):
             logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
             entropy_N = None
-            if backward.of_reasoning and self.reads:
+            if backward.rows == "reasoning" and self.reads:
                 if not self._read_first:
                     self._read(rows, logits_NV)
                 if "entropy" in self.reads:
@@ -343,7 +339,7 @@ class MicroBatchPass:
 def importance_of_scores(request: Request, packed: Packed, scores: Scores) -> Tensor:
     """Importance per packed token, float32 `[T]`, on the CPU; 0 outside the reasoning. `scores` are the sums over ranks."""
     importance, reasoning_T = request.importance_object, packed.reasoning_T
-    if importance.copies is not None and not importance.backwards:  # masked copies give the scores later
+    if importance.copies:  # which give the scores later
         return torch.zeros(len(reasoning_T))
     all_NT, count = scores.all_NT.cpu(), len(scores.score_KT)
     length_B = packed.offsets.diff()

@@ -8,7 +8,6 @@ Shape suffixes: K copies, m answer rows of one copy, R replaced positions.
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap
@@ -21,16 +20,15 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.importance import without_copies
+from oar_plugin.credit.importance import named
 from oar_plugin.credit.importance.oar_p import divergence, log_distribution
-from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds, sample_replacements, units
+from oar_plugin.credit.perturbation import Unit, importance_of_units, replacement_seeds, sample_replacements, units
 from oar_plugin.credit.probe import Probe
+from oar_plugin.output import logger
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import CHUNK, Project, read_logits
 from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, to_device, unwrapped
 from oar_plugin.passes.trial import TOKENS, change, rounding, trial_tokens
-
-logger = logging.getLogger(__name__)
 
 ROW_VALUES = 2**28
 """Maximum number of answer logits of one forward, unless a single copy has more. They are computed in chunks of rows."""
@@ -78,34 +76,26 @@ class MaskedCopies:
         )
 
     def importance(
-        self, wanted: Mapping[int, tuple[Tensor, Tensor, Tensor]], max_over_ranks: Callable[[int], int]
+        self, wanted: Mapping[int, tuple[Tensor, Tensor]], max_over_ranks: Callable[[int], int]
     ) -> dict[int, Tensor]:
         """Returns the importance of some responses by row, float32 `[L]` each.
 
-        `wanted` has by row the tokens of prompt and response, on the model's device; and, on the CPU, the segments of the
-        response and its importance from the gradient pass, which chooses the units if `Copies.by_gradient` is set.
+        `wanted` has by row the tokens of prompt and response, on the model's device, and the response's segments, on the CPU.
         `max_over_ranks` returns a count's maximum over all ranks: under FSDP, all must run equal numbers of forwards.
         """
-        request, copies = self.request, self.request.importance_object.copies
-        assert copies is not None
         nothing = torch.zeros(0, dtype=torch.long, device=next(self.module.parameters()).device)
-        self._try_prefix(next((token_T for token_T, *_ in wanted.values()), nothing), max_over_ranks)
-        candidates, searches = {}, {}
-        for row, (token_T, segments_L, gradient_L) in wanted.items():
-            candidates[row] = Candidate.of(token_T, segments_L)
-            unit_list = units((segments_L == Segment.REASONING).tolist(), request.config.perturbation.span)
-            chooser = gradient_L.tolist() if copies.by_gradient else None
-            searches[row] = Search(unit_list, len(segments_L), request.config.budget, chooser)
-        # All copies, or those that a gradient chooses, are one round; blocks (`span_masking`) and what they choose are two.
-        for _ in range(1 if request.config.budget == 1 or copies.by_gradient else 2):
-            under_way = {row: search for row, search in searches.items() if search.wanted}
-            forwards = self.forwards([(candidates[row], search.wanted) for row, search in under_way.items()])
-            idle = max_over_ranks(forwards) - forwards
-            for row, search in under_way.items():
-                search.send(self.run(candidates[row], search.wanted))
-            for _ in range(idle):
-                self.idle()
-        return {row: search.importance.float() for row, search in searches.items() if search.importance is not None}
+        self._try_prefix(next((token_T for token_T, _ in wanted.values()), nothing), max_over_ranks)
+        span, copies = self.request.config.perturbation.span, dict[int, tuple[Candidate, list[Unit]]]()
+        for row, (token_T, segments_L) in wanted.items():
+            unit_list = units((segments_L == Segment.REASONING).tolist(), span)
+            copies[row] = Candidate.of(token_T, segments_L), unit_list
+        forwards = self.forwards(list(copies.values()))
+        idle, importance = max_over_ranks(forwards) - forwards, dict[int, Tensor]()
+        for row, (candidate, unit_list) in copies.items():
+            importance[row] = importance_of_units(unit_list, self.run(candidate, unit_list), len(wanted[row][1]))
+        for _ in range(idle):
+            self.idle()
+        return importance
 
     def _try_prefix(self, token_T: Tensor, max_over_ranks: Callable[[int], int]) -> None:
         """Compares a copy behind a cached prefix with a whole copy, once per model. If they differ, copies run whole.
@@ -125,7 +115,7 @@ class MaskedCopies:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 fault = f"{type(model).__name__}: its forward with a cache, for masked copies, fails ({error!r})"
-                raise UnsupportedModelError(f"{fault}; allowed: algorithm.oar.importance={without_copies()}") from error
+                raise UnsupportedModelError(f"{fault}; allowed: algorithm.oar.importance={named(copies=False)}") from error
             differs = change(behind_NV, whole_NV, rounding(whole_NV))
             if differs:
                 message = "%s: logits behind a cached prefix are wrong: %s; masked copies run whole, which takes longer"

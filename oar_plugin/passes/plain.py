@@ -109,9 +109,8 @@ def batch_importance(
         importance_BL[group] = gradient_importance(model, request, *part, checkpoint_activations)
     for _ in range(most - len(groups)):
         gradient_importance(model, request, NOTHING_11, NOTHING_11, None, checkpoint_activations)
-    if request.importance_object.copies is not None:
-        rows_BL = token, segments, mask, importance_BL
-        importance_BL = copies_importance(model, request, *rows_BL, max_tokens, max_over_ranks)
+    if request.importance_object.copies:
+        importance_BL = copies_importance(model, request, token, segments, mask, max_tokens, max_over_ranks)
     _release(model)
     return importance_BL.to(token_BL.device)
 
@@ -123,7 +122,6 @@ def predicted_importance(
     token_BL: Tensor,
     segments_BL: Tensor,
     mask_BL: Tensor,
-    sign_B: Tensor,
     max_tokens: int = 2**13,
     checkpoint_activations: bool = False,
     max_over_ranks: Callable[[int], int] = lambda count: count,
@@ -131,8 +129,7 @@ def predicted_importance(
 ) -> tuple[Tensor, Tensor]:
     """`batch_importance` with a `predictor`, which learns from the batch; and `PREDICTION_NAMES`, float32 `[B, 4]`.
 
-    `sign_B` are the signs of advantages, which only `ValuePredictor` reads. `sum_over_ranks` returns a tensor's sum over all
-    ranks. Importance is 0 until enough tokens were seen.
+    `sum_over_ranks` returns a tensor's sum over all ranks. Predictions are 0 until enough tokens were seen.
     """
     token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
     usable_B, device = (segments == Segment.REASONING).any(-1), next(model.parameters()).device
@@ -149,16 +146,15 @@ def predicted_importance(
             rows = token[group], segments[group], mask[group]
             packed, _, scores = _run(model, asked, rows, checkpoint_activations)
             part_KL = torch.zeros(len(group), token.shape[1])
-            part_KL[mask[group]] = batch.field(packed, scores, scores.log_prob_T, group.tolist(), sign_B[group])
+            part_KL[mask[group]] = batch.field(packed, scores, scores.log_prob_T, group.tolist())
             importance_BL[group] = part_KL
         for _ in range(most - len(groups)):
             _run(model, asked, (NOTHING_11, NOTHING_11, None), checkpoint_activations)
 
     run(batch.scoring, batch.scored_B)
-    if request.importance_object.copies is not None:
+    if request.importance_object.copies:
         own = segments.masked_fill(~batch.scored_B[:, None], int(Segment.OUTSIDE))
-        rows = token, own, mask, importance_BL
-        importance_BL = copies_importance(model, request, *rows, max_tokens, max_over_ranks)
+        importance_BL = copies_importance(model, request, token, own, mask, max_tokens, max_over_ranks)
     batch.learn(torch.arange(len(token)), [row[keep] for row, keep in zip(importance_BL, mask, strict=True)])
     run(batch.predicting, usable_B & ~batch.scored_B)
     _release(model)
@@ -178,21 +174,14 @@ def copies_importance(
     token_BL: Tensor,
     segments_BL: Tensor,
     mask_BL: Tensor,
-    gradient_BL: Tensor,
     max_tokens: int,
     max_over_ranks: Callable[[int], int],
 ) -> Tensor:
-    """Importance from masked copies, float32 `[B, L]`; all tensors are on the CPU.
-
-    `gradient_BL` is the importance from the gradient pass. A row with a non-finite value is returned unchanged; its
-    response falls back to GRPO later. For the other arguments see `batch_importance`.
-    """
-    finite_B, device = gradient_BL.isfinite().all(-1), next(model.parameters()).device
-    wanted = {}
-    for row in ((segments_BL == Segment.REASONING).any(-1) & finite_B).nonzero()[:, 0].tolist():
+    """Importance from masked copies, float32 `[B, L]`; all tensors are on the CPU, the arguments those of `batch_importance`."""
+    device, wanted, importance_BL = next(model.parameters()).device, {}, torch.zeros(token_BL.shape)
+    for row in (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0].tolist():
         keep_L = mask_BL[row]
-        wanted[row] = token_BL[row][keep_L].to(device), segments_BL[row][keep_L], gradient_BL[row][keep_L]
-    importance_BL = torch.where(finite_B[:, None], 0.0, gradient_BL)
+        wanted[row] = token_BL[row][keep_L].to(device), segments_BL[row][keep_L]
     for row, importance_L in MaskedCopies(model, request, max_tokens).importance(wanted, max_over_ranks).items():
         importance_BL[row, mask_BL[row]] = importance_L
     return importance_BL

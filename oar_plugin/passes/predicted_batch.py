@@ -1,4 +1,4 @@
-"""One batch whose importance is predicted, of some responses or of all."""
+"""One batch whose importance is computed for some responses and predicted for the others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from oar_plugin.credit.noise import response_seeds
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.prediction import Features, Predictor, ScorePredictor, ValuePredictor
+from oar_plugin.passes.prediction import Features, Predictor
 from oar_plugin.passes.request import Request
 
 NOT_PREDICTED_4 = torch.tensor([0.0, torch.nan, torch.nan, torch.nan])  # `PREDICTION_NAMES`
@@ -50,25 +50,22 @@ class PredictedBatch:
         self.prediction_B4 = NOT_PREDICTED_4.repeat(len(usable_B), 1)
         if given is not None:
             self.scored_B = usable_B & given[1]
-        elif isinstance(predictor, ScorePredictor):
+        else:
             seed_B = response_seeds(packed.token_T, packed.response_T, len(usable_B), request.seed)
             self.scored_B = usable_B & predictor.chosen(seed_B, self._size)
 
-    def field(self, packed: Packed, scores: Scores, log_prob_T: Tensor, rows: Sequence[int], sign_B: Tensor) -> Tensor:
+    def field(self, packed: Packed, scores: Scores, log_prob_T: Tensor, rows: Sequence[int]) -> Tensor:
         """Importance per token of a micro-batch, float32 `[T]`, on the CPU, as far as it is known yet.
 
         `log_prob_T` has the log-prob of each packed token. `rows` are numbers that the host gives its rows, for `learn`.
-        `sign_B` (int64) are the signs of their advantages.
         """
         features = Features(packed, scores, log_prob_T)
-        if isinstance(self.predictor, ScorePredictor) and self._scoring:
-            self._kept.append((rows, features))
-            given = torch.zeros(len(packed.token_T))
-            return importance_of_scores(self.scoring, packed, scores) if self._given is None else given
-        importance_T = self.predictor.predict(features)
-        if isinstance(self.predictor, ValuePredictor):
-            self.predictor.learn(features, sign_B)
-        return importance_T
+        if not self._scoring:
+            return self.predictor.predict(features)
+        self._kept.append((rows, features))
+        if self._given is not None:
+            return torch.zeros(len(packed.token_T))
+        return importance_of_scores(self.scoring, packed, scores)
 
     def forget(self) -> None:
         """The scoring pass was aborted."""
@@ -82,8 +79,6 @@ class PredictedBatch:
             importance: a row's last tokens, all of its response at least.
         """
         importance, self._scoring = importance if self._given is None else self._given[0], False
-        if not isinstance(self.predictor, ScorePredictor):
-            return importance
         for numbers, features in self._kept:
             rows, parts = row_of[numbers], list[Tensor]()
             for row, size in zip(rows.tolist(), features.packed.offsets.diff().tolist(), strict=True):
@@ -102,7 +97,5 @@ class PredictedBatch:
 
     def end_step(self, usable_B: Tensor) -> Tensor:
         """Ends the batch. Returns `PREDICTION_NAMES` of each row, float32 `[B, 4]`; `usable_B` are rows with an importance."""
-        if isinstance(self.predictor, ValuePredictor):
-            self.predictor.end_step(self._total, self._device)
         self.prediction_B4[:, 0] = (usable_B & ~self.scored_B).float()
         return self.prediction_B4

@@ -1,29 +1,25 @@
-"""Importance that is predicted from hidden states: `algorithm.oar.amortize`, and importances that learn from outcomes.
+"""Importance that is predicted from hidden states: `algorithm.oar.amortize`.
 
-A `ScorePredictor` belongs to a run. In each step it says which responses are scored (`chosen`). It learns their scores
-(`learn`, then `end_step`), and predicts those of the others (`predict`), which run through the model without a graph. A
-`ValuePredictor` scores nothing: it predicts all responses from earlier steps, and learns how their outcomes were.
+A `Predictor` belongs to a run. In each step it says which responses are scored (`chosen`). It learns their scores (`learn`,
+then `end_step`), and predicts those of the others (`predict`), which run through the model without a graph.
 
 A state holds no token, and every rank has the same one. A resumed run begins with a new one: its first step scores more
 responses, as the first step of a run does.
 """
 
-import logging
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from oar_plugin.config import PREFIX, OarConfig
-from oar_plugin.credit.importance import importance_of
 from oar_plugin.credit.noise import uniform
-from oar_plugin.credit.regression import DECAY, SCORE_FEATURES, VALUE_FEATURES, Regression, of_score, of_value
+from oar_plugin.credit.regression import DECAY, FEATURES, Regression, token_features
+from oar_plugin.output import logger, times
 from oar_plugin.passes.gradient import Packed, Scores
 from oar_plugin.passes.taps import to_device
 
-logger = logging.getLogger("oar_plugin")
-
-ENOUGH = 4 * SCORE_FEATURES
+ENOUGH = 4 * FEATURES
 """Scores are predicted from this many tokens on; until then, more responses are scored."""
 MARGIN = 2.0
 """A first step chooses responses with about this many times `ENOUGH` tokens."""
@@ -61,29 +57,24 @@ class Features:
         """Parts of the N tokens, whose features are made one after the other."""
         return [slice(start, start + CHUNK) for start in range(0, len(self.response_N), CHUNK)]
 
-    def of_score(self, chosen: slice) -> Tensor:
-        """float32 `[n, F]`."""
+    def of(self, chosen: slice) -> Tensor:
+        """`token_features` of some tokens, float32 `[n, F]`."""
         own_N, before_N = self._own_N[chosen], self._before_N[chosen]
         hidden = self._hidden_TP[own_N], self._hidden_TP[before_N]
-        return of_score(*hidden, self._doubt_T[own_N], self._position_N[chosen])
-
-    def of_value(self, chosen: slice, before: bool = False) -> Tensor:
-        """float32 `[n, F]`, of the value after each token, or before it."""
-        at_N = (self._before_N if before else self._own_N)[chosen]
-        return of_value(self._hidden_TP[at_N], self._doubt_T[at_N])
-
-    def spread(self, value_N: Tensor) -> Tensor:
-        """float32 `[T]` on the CPU; 0 outside the reasoning."""
-        reasoning_T = self.packed.reasoning_T
-        return torch.zeros(len(reasoning_T)).masked_scatter_(reasoning_T, value_N)
+        return token_features(*hidden, self._doubt_T[own_N], self._position_N[chosen])
 
 
 class Predictor:
-    """What both kinds have in common: a regression, and measures that are summed with its sums over ranks."""
+    """Scores of a share of the responses, predicted for the others.
 
-    def __init__(self, features: int) -> None:
-        self.regression = Regression(features, RIDGE)
-        self._measured = torch.zeros(4, dtype=torch.float64)
+    `share` is doubled if predictions agree with scores too little. `mean_log`: mean logarithm of a response's scores.
+    """
+
+    def __init__(self, share: float, least_overlap: float) -> None:
+        self.regression = Regression(FEATURES, RIDGE)
+        self.share, self._least, self.mean_log = share, least_overlap, 0.0
+        self._measured = torch.zeros(4, dtype=torch.float64)  # sums over responses, of this rank and step
+        self._agreed = 0.0, 0.0  # sums of overlaps and of responses, where earlier ones count less
 
     @property
     def ready(self) -> bool:
@@ -92,39 +83,33 @@ class Predictor:
 
     def predict(self, features: Features) -> Tensor:
         """Importance per packed token, float32 `[T]`, on the CPU; 0 outside the reasoning, and until `ENOUGH` were seen."""
+        importance_T, parts = torch.zeros(len(features.packed.token_T)), [torch.zeros(0)]
         if not self.ready:
-            return torch.zeros(len(features.packed.token_T))
-        return features.spread(
-            torch.cat([torch.zeros(0), *(self._predict(features, one).cpu() for one in features.chunks())])
-        )
+            return importance_T
+        for chosen in features.chunks():
+            log_n = self.regression.predict(features.of(chosen)) + self.mean_log
+            parts.append(log_n.clamp(-LARGEST, LARGEST).exp().cpu())
+        return importance_T.masked_scatter_(features.packed.reasoning_T, torch.cat(parts))
 
     def end_step(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Ends a step. `total` returns the sum of a tensor on `device` over the ranks that hold different rows."""
         sums = self.regression.step_sums(device)
         summed = total(torch.cat([sums.flatten(), self._measured.to(sums)])).cpu().double()
         self.regression.end_step(summed[: sums.numel()].view_as(sums))
-        self._end_step(summed[sums.numel() :])
         self._measured.zero_()
-
-    def _predict(self, features: Features, chosen: slice) -> Tensor:
-        raise NotImplementedError
-
-    def _end_step(self, measured_4: Tensor) -> None:
-        pass
-
-
-class ScorePredictor(Predictor):
-    """Scores of a share of the responses, predicted for the others.
-
-    `share` is doubled if predictions agree with scores too little. `mean_log`: mean logarithm of a response's scores.
-    """
-
-    def __init__(self, config: OarConfig) -> None:
-        super().__init__(SCORE_FEATURES)
-        assert config.amortize.share is not None
-        self.share, self._least, self.mean_log = config.amortize.share, config.amortize.least_overlap, 0.0
-        self._agreed = 0.0, 0.0  # sums of overlaps and of responses, where earlier ones count less
-        self._warned = False
+        mean_log, rows, overlap, measured = summed[sums.numel() :].tolist()
+        self.mean_log = mean_log / rows if rows else self.mean_log
+        self._agreed = DECAY * self._agreed[0] + overlap, DECAY * self._agreed[1] + measured
+        too_little = self._agreed[0] < self._least * self._agreed[1]
+        if too_little and self._agreed[1] >= FEWEST and self.share < 1:
+            if times("predictions agree too little") == 1:
+                mean = self._agreed[0] / self._agreed[1]
+                logger.warning(
+                    "OAR: predictions share %.0f %% of the top tokens of computed scores, less than %s=%g: the share of scored "
+                    "responses is doubled until they agree more; see the metrics oar/amortize/overlap and oar/amortize/share",
+                    100 * mean, f"{PREFIX}.amortize.least_overlap", self._least,
+                )  # fmt: skip
+            self.share, self._agreed = min(1.0, 2 * self.share), (0.0, 0.0)
 
     def wanted(self, size: Callable[[], Tensor]) -> float:
         """The share of the responses to score, in a step of this `size`.
@@ -163,45 +148,8 @@ class ScorePredictor(Predictor):
                 agreement_B2[row] = torch.tensor([overlap, correlation])
                 self._measured[2:] += torch.tensor([overlap, 1.0], dtype=torch.float64)
         for chosen in features.chunks():
-            self.regression.add(features.of_score(chosen), target_N[chosen])
+            self.regression.add(features.of(chosen), target_N[chosen])
         return agreement_B2
-
-    def _predict(self, features: Features, chosen: slice) -> Tensor:
-        log_N = self.regression.predict(features.of_score(chosen)) + self.mean_log
-        return log_N.clamp(-LARGEST, LARGEST).exp()
-
-    def _end_step(self, measured_4: Tensor) -> None:
-        mean_log, rows, overlap, measured = measured_4.tolist()
-        self.mean_log = mean_log / rows if rows else self.mean_log
-        self._agreed = DECAY * self._agreed[0] + overlap, DECAY * self._agreed[1] + measured
-        too_little = self._agreed[0] < self._least * self._agreed[1]
-        if too_little and self._agreed[1] >= FEWEST and self.share < 1:
-            if not self._warned:
-                mean = self._agreed[0] / self._agreed[1]
-                logger.warning(
-                    "OAR: predictions share %.0f %% of the top tokens of computed scores, less than %s=%g: the share of scored "
-                    "responses is doubled until they agree more; see the metrics oar/amortize/overlap and oar/amortize/share",
-                    100 * mean, f"{PREFIX}.amortize.least_overlap", self._least,
-                )  # fmt: skip
-            self.share, self._agreed, self._warned = min(1.0, 2 * self.share), (0.0, 0.0), True
-
-
-class ValuePredictor(Predictor):
-    """The value of a token: what its hidden state says about the outcome. Importance is how far a token changes it."""
-
-    def __init__(self) -> None:
-        super().__init__(VALUE_FEATURES)
-
-    def learn(self, features: Features, sign_B: Tensor) -> None:
-        """Adds responses whose advantages have these signs, int64 `[B]`; 0: it has none, and is left out."""
-        sign_N = sign_B[features.response_N].float()
-        target_N = sign_N.where(sign_N != 0, torch.nan) / 2
-        for chosen in features.chunks():
-            self.regression.add(features.of_value(chosen), target_N[chosen])
-
-    def _predict(self, features: Features, chosen: slice) -> Tensor:
-        after_n, before_n = (self.regression.predict(features.of_value(chosen, before)) for before in (False, True))
-        return (after_n - before_n).abs()
 
 
 def hashed(seed_B: Tensor) -> Tensor:
@@ -229,8 +177,7 @@ def _positions(response_N: Tensor, count: int) -> Tensor:
     return torch.where(last_N > 0, 2 * index_N / last_N.clamp_min(1) - 1, 0.0).float()
 
 
-def predictor_of(config: OarConfig, importance: str | None = None) -> Predictor | None:
-    """A new predictor, or None if these settings need none. `importance` in place of that of the settings."""
-    if importance_of(importance or config.importance).learns:
-        return ValuePredictor()
-    return None if config.amortize.share is None else ScorePredictor(config)
+def predictor_of(config: OarConfig) -> Predictor | None:
+    """A new predictor, or None if all scores are computed."""
+    share = config.amortize.share
+    return None if share is None else Predictor(share, config.amortize.least_overlap)

@@ -27,7 +27,7 @@ from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.probe import Probe
 
 REQUEST = "oar_request"
-NEEDED = "oar_needed"  # field: int64 [1] per row: the sign of the response's advantage, 1 if not known; 0: not scored
+NEEDED = "oar_needed"  # field: int64 [1] per row: 1 if the response is to be scored: its advantage is not 0, or not known
 SHOWN = IMPORTANCE, SEGMENTS = "oar_importance", "oar_segments"
 USED = WEIGHTS, STATUS, MEASURES, SECONDS = "oar_weights", "oar_status", "oar_measures", "oar_seconds"
 FIELDS = *SHOWN, *USED
@@ -63,7 +63,7 @@ class Request:
     @property
     def reads_hidden(self) -> bool:
         """Whether scores are predicted from hidden states, of some responses at least."""
-        return self.config.amortize.share is not None or importance_of(self.importance).learns
+        return self.config.amortize.share is not None
 
     def forwards(self, log_probs: bool = True) -> list[Forward]:
         """The forwards of the gradient pass over a micro-batch, in order. `log_probs`: the host takes them from the first."""
@@ -86,7 +86,7 @@ def nested(rows: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:
     """The token that replaces masked ones; None without copies, or if it is `sampled`. OarConfigError: no padding token."""
-    if config.copies is None or config.perturbation.replacement == "sampled":
+    if not config.importance_object.copies or config.perturbation.replacement == "sampled":
         return None
     if tokenizer.pad_token_id is None:
         fault = "the tokenizer has no padding token; give it a pad_token of its own, or set sampled"

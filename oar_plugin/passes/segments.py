@@ -1,7 +1,5 @@
 """Finds the answer of each response, and says why a response cannot be scored."""
 
-import functools
-import logging
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -14,10 +12,9 @@ from torch import Tensor
 
 from oar_plugin.credit.answer import AnswerFinder, SearchFailed, Segment, make_finder, segment_tokens
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.output import warn_once
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.tokens import TokenBytes
-
-logger = logging.getLogger(__name__)
 
 SLOW_SECONDS, LOST_SECONDS = 0.1, 20.0
 """When the failed and slow searches of a batch have taken `LOST_SECONDS`, its other responses fall back without a search.
@@ -84,14 +81,14 @@ def segment_response(
     if ids and len(ids) >= max_response_length and ids[-1] not in eos_ids:
         return nothing, Status.TRUNCATED
     if lost.seconds > LOST_SECONDS:
-        warn_once(f"failed or slow searches of a batch took {LOST_SECONDS:g} s; the others keep plain GRPO")
+        warn_once("failed or slow searches of a batch took %g s; the others keep plain GRPO", LOST_SECONDS)
         return nothing, Status.SEARCH_FAILED
     segments_L, status, started = None, Status.NO_ANSWER, time.perf_counter()
     try:
         pieces, started = _pieces(token_bytes, ids), time.perf_counter()  # the time of decoding counts only if it fails
         segments_L = segment_tokens(pieces, finder, own)
     except SearchFailed as error:
-        warn_once(f"{error}; such responses keep plain GRPO")
+        warn_once("%s; such responses keep plain GRPO", str(error), exc_info=True)
         status = Status.SEARCH_FAILED
     seconds = time.perf_counter() - started
     if status == Status.SEARCH_FAILED or seconds > SLOW_SECONDS:
@@ -110,8 +107,3 @@ def _pieces(token_bytes: TokenBytes, ids: Sequence[int]) -> list[bytes]:
         return token_bytes.pieces(ids)
     except Exception as error:  # a model's own tokenizer runs code of its own
         raise SearchFailed(f"the tokenizer raised {type(error).__name__}") from error
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    logger.warning("%s", text, exc_info=sys.exc_info()[0] is not None)

@@ -1,13 +1,13 @@
 """The bytes that each token of a response contributes to its text, in which the answer is searched."""
 
-import functools
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from os.path import commonprefix
 from typing import Any
 
 import torch
+
+from oar_plugin.output import warn_once
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # GPT-2's names of bytes: printable Latin-1 is itself, the others are counted from 256. ByT5 names all by their number.
@@ -19,8 +19,6 @@ _LOST = "\N{REPLACEMENT CHARACTER}"  # what `decode` shows in place of bytes tha
 _LOOSE, _FIRM = re.compile(rf"[\s{_LOST}\udc80-\udcff]+"), re.compile(rf"[^\s{_LOST}\udc80-\udcff]")
 _SPACE, _LOST_AHEAD = re.compile(r"\s"), re.compile(rf"\s{{0,4}}{_LOST}")
 _CONTEXT = 4  # units of tokens that are decoded before others, since their text may change that of the next ones
-
-_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 class TokenBytes:
@@ -119,7 +117,7 @@ class TokenBytes:
                     sure = sure and (same or size == 1)
         if not sure:
             name, fault = type(self._tokenizer).__name__, "`decode` does not tell the text of each token"
-            _warn_once("%s: %s; an answer may seem to begin or end a few tokens away from where it does", name, fault)
+            warn_once("%s: %s; an answer may seem to begin or end a few tokens away from where it does", name, fault)
 
 
 def _split(text: str, guesses: list[str]) -> Iterator[str]:

@@ -6,7 +6,6 @@ space until verl deletes its own files. Errors, such as a file system without ha
 """
 
 import json
-import logging
 import os
 import shutil
 from pathlib import Path
@@ -14,10 +13,8 @@ from typing import Any
 
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
-from oar_plugin.output import write_whole
+from oar_plugin.output import logger, write_whole
 from oar_plugin.runs.run_folder import free_path
-
-logger = logging.getLogger("oar_plugin")
 
 
 class KeepBest(CheckpointCallback):

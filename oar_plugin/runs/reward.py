@@ -7,8 +7,6 @@ default of `algorithm.oar.answer_patterns` finds: a box before `#### ...` and `t
 
 import atexit
 import importlib.util
-import itertools
-import logging
 import threading
 from collections.abc import Iterator
 from decimal import Decimal
@@ -16,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from oar_plugin.output import INSTALL
+from oar_plugin.output import INSTALL, logger, times
 
 if _missing := [name for name in ("math_verify", "pebble") if importlib.util.find_spec(name) is None]:
     raise ImportError(f"{__name__} requires {' and '.join(_missing)}; on every node, run {INSTALL} in a checkout")
@@ -24,13 +22,10 @@ if _missing := [name for name in ("math_verify", "pebble") if importlib.util.fin
 from oar_plugin.runs.math.answer import compare, final_answer, warm_up
 from oar_plugin.runs.math.pool import GuardedPool, TaskFailed
 
-logger = logging.getLogger(__name__)
-
 LONGEST_ANSWER = 500  # in characters; longer ones are not compared: parsing time grows faster than the length
 
 _pool: GuardedPool | None = None
 _lock = threading.Lock()
-_faults = {"failed": itertools.count(1), "no_truth": itertools.count(1)}
 
 
 def compute_score(
@@ -93,7 +88,7 @@ def _truths(value: Any) -> Iterator[str]:
 
 def _say(message: str, kind: str, *values: Any) -> None:
     """Warn of the 1st, 2nd, 4th, 8th, ... fault of a kind: there can be many."""
-    if not (count := next(_faults[kind])) & (count - 1):
+    if not (count := times("reward", kind)) & (count - 1):
         logger.warning(message, count, *values)
 
 

@@ -20,6 +20,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from oar_plugin.config import LEFT_DEFAULTS, PREFIX
 from oar_plugin.output import locked, no_link, say, write_whole
 from oar_plugin.runs.recipe import flat
 
@@ -29,6 +30,8 @@ RECORD, LOCK = "run.yaml", "run.lock"
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
 _IGNORED = yaml.safe_load(Path(__file__).with_name("ignored_keys.yaml").read_text(encoding="utf-8"))
+_LEFT = [(f"{PREFIX}.{key}", default) for key, default in LEFT_DEFAULTS.items()]
+"""Keys that left OAR's settings, with their defaults: what an older version has recorded of a run that did not set them."""
 _changes_nothing = re.compile("|".join(map(translate, _IGNORED))).match
 _ADVICE = (
     f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to start "
@@ -117,7 +120,8 @@ def record_of(folder: Path) -> dict[str, Any]:
     try:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
         settings = dict(record["settings"]).items()  # an older version has recorded more of them
-        return {"state": str(record["state"]), "settings": {k: v for k, v in settings if not _changes_nothing(k)}}
+        kept = {k: v for k, v in settings if not _changes_nothing(k) and (k, v) not in _LEFT}
+        return {"state": str(record["state"]), "settings": kept}
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:

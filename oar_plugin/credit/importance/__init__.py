@@ -8,24 +8,18 @@ import functools
 from typing import Any
 
 from oar_plugin.credit import imported
-from oar_plugin.credit.importance.base import Backward, Copies, Forward, Importance, Parts, Rows
+from oar_plugin.credit.importance.base import Backward, Forward, Importance, Parts, Rows
 from oar_plugin.credit.importance.check import check
-from oar_plugin.credit.importance.decision import Decision
 from oar_plugin.credit.importance.entropy import Entropy
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.credit.importance.grail import Grail
-from oar_plugin.credit.importance.hybrid import Hybrid
 from oar_plugin.credit.importance.oar_g import OarG
 from oar_plugin.credit.importance.oar_p import OarP
 from oar_plugin.credit.importance.random import Random
-from oar_plugin.credit.importance.span_masking import SpanMasking
-from oar_plugin.credit.importance.value import Value
 
-__all__ = ["IMPORTANCES", "Backward", "Copies", "Forward", "Importance", "Parts", "Rows", "importance_of"]
+__all__ = ["IMPORTANCES", "Backward", "Forward", "Importance", "Parts", "Rows", "importance_of"]
 
-IMPORTANCES: dict[str, Importance] = {
-    kind.name: kind() for kind in (Fisher, OarG, Decision, OarP, Hybrid, Grail, SpanMasking, Value, Entropy, Random)
-}
+IMPORTANCES: dict[str, Importance] = {kind.name: kind() for kind in (Fisher, OarG, OarP, Grail, Entropy, Random)}
 
 
 def importance_of(name: str) -> Importance:
@@ -41,18 +35,11 @@ def _built(name: str, kind: Any) -> Importance:
     # The key holds the class, not only its name: a notebook can define a class anew.
     try:
         check(kind)
-        if kind.learns:
-            raise ValueError(f"learns=True is not supported in a class of your own; allowed: {Value.name}")
     except ValueError as fault:
         raise ValueError(f"{name} cannot be used: {fault}") from fault
     return kind()
 
 
-def without_copies() -> str:
-    """Names of the importances that need no masked copies, for messages."""
-    return ", ".join(name for name, importance in IMPORTANCES.items() if importance.copies is None)
-
-
-def of_engines() -> str:
-    """Names of the importances whose copies rollout engines can run, for messages."""
-    return ", ".join(n for n, i in IMPORTANCES.items() if i.copies is not None and not i.copies.by_gradient)
+def named(copies: bool) -> str:
+    """Names of the importances with masked copies, or of those without, for messages."""
+    return ", ".join(name for name, importance in IMPORTANCES.items() if importance.copies == copies)

@@ -7,9 +7,9 @@ number per token of gradient and embedding, `combine` the importance of these nu
 Shape suffixes: N rows, V vocabulary, T tokens, H hidden size, K backwards, B responses, L longest response.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from oar_plugin.credit.noise import signs
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
-Start = Literal["probe", "answer", "reasoning", "later"]
+Start = Literal["probe", "answer", "reasoning"]
 Reading = Literal["entropy", "log_prob"]
 
 
@@ -27,7 +27,7 @@ class Backward:
 
     * `probe`: the rows of `algorithm.oar.probe`, pooled to one row per response for `last` and `answer_mean`, weighted by
       their shares for `answer_joint`. `answer`: the probe's rows without pooling.
-    * `reasoning`: each row that predicts a reasoning token. `later`: also each row that predicts an answer token.
+    * `reasoning`: each row that predicts a reasoning token.
 
     `noise` adds Gaussian noise of scale `algorithm.oar.sigma` to the reasoning embeddings, after a first noise-free forward.
     """
@@ -38,18 +38,6 @@ class Backward:
     def __post_init__(self) -> None:
         if self.rows not in get_args(Start):
             raise ValueError(f"Backward(rows={self.rows!r}); allowed: {', '.join(get_args(Start))}")
-
-    @property
-    def of_reasoning(self) -> bool:
-        return self.rows in ("reasoning", "later")
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Counterfactual copies: each masks some tokens and runs through the model (`oar_plugin.credit.perturbation`)."""
-
-    budget: float = 1.0  # default of `algorithm.oar.perturbation.budget`
-    by_gradient: bool = False  # the importance's own gradient chooses the units with a copy; false: blocks choose
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,7 @@ class Rows:
     logits_NV: Tensor  # the columns that this process holds; one row per response if the probe pools rows
     token_N: Tensor | None  # int64, the token that each row predicts; None for pooled rows
     seed_N: Tensor  # int64, seed of each row's random numbers: a hash of (seed, step, response, backward, draw, row)
-    entropy_N: Tensor | None = None  # nats, at the sampling temperature; only for `reasoning` and `later`, if read
+    entropy_N: Tensor | None = None  # nats, at the sampling temperature; only for `reasoning`, if read
     clean_NV: Tensor | None = None  # the same rows of the noise-free forward; only for pooled rows with noise
     sigma: float = 1e-3  # `algorithm.oar.sigma`
     vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of `logits_NV`, and sums over those of other processes
@@ -90,7 +78,7 @@ class Parts:
 
     @property
     def entropy_BL(self) -> Tensor:
-        """Entropy in nats, float32, of the distribution that each reasoning token (with `later` rows, answer token) is from."""
+        """Entropy in nats, float32, of the distribution that each reasoning token was drawn from."""
         return self._reading("entropy")
 
     @property
@@ -115,11 +103,10 @@ class Importance:
     name: ClassVar[str] = ""  # in metrics and pages
     help: ClassVar[str] = ""  # one sentence for the user
     backwards: ClassVar[tuple[Backward, ...]] = ()
-    copies: ClassVar[Copies | None] = None
+    # The scores come from masked copies of the response (`oar_plugin.credit.perturbation`), and from nothing else.
+    copies: ClassVar[bool] = False
     # what `combine` or `coefficients` needs of the distributions that reasoning tokens were drawn from
     reads: ClassVar[frozenset[Reading]] = frozenset()
-    # Whether scores come from a regression on hidden states that earlier steps have fitted (`oar_plugin.passes.prediction`).
-    learns: ClassVar[bool] = False
     # The scale of the scores depends on the model (Fisher norm: 1 / embedding^2): gates that use it get scores divided by the
     # response's mean. False: the scores have a unit, such as nats.
     arbitrary_scale: ClassVar[bool] = True
@@ -138,10 +125,6 @@ class Importance:
             raise NotImplementedError(f"{count} backwards and no method combine that makes the importance")
         return parts.score_KBL[0]
 
-    def conflicts(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        """Yields a message per fault of the settings of `algorithm.oar`: key, value, reason and what is allowed."""
-        yield from ()
-
     def forwards(self, draws: int, log_probs: bool = True) -> list[Forward]:
         """The forwards of one gradient pass, in order. With `log_probs` the host takes log-probs and entropy from the first."""
         plan = [Forward(number, draw) for draw in range(draws) for number in range(len(self.backwards))]
@@ -152,7 +135,7 @@ class Importance:
     @property
     def runs_model(self) -> bool:
         """Whether the importance needs the model: a gradient pass or copies."""
-        return bool(self.backwards or self.reads or self.copies or self.learns)
+        return bool(self.backwards or self.reads or self.copies)
 
     @property
     def noisy(self) -> bool:
@@ -161,7 +144,7 @@ class Importance:
     @property
     def reasoning_rows(self) -> bool:
         """Whether the rows that predict reasoning tokens are projected to the vocabulary, chunk by chunk."""
-        return bool(self.reads) or any(backward.of_reasoning for backward in self.backwards)
+        return bool(self.reads) or any(backward.rows == "reasoning" for backward in self.backwards)
 
 
 def squared_norm(gradient: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oar_plugin.credit import called
-from oar_plugin.credit.importance.base import Backward, Copies, Importance, Parts, Reading, Rows
+from oar_plugin.credit.importance.base import Backward, Importance, Parts, Reading, Rows
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 ABSENT = "; rows.token_N is None in pooled rows (use Backward('answer')), entropy_N if not read, clean_NV without noise"
@@ -26,19 +26,19 @@ def check(kind: Any) -> None:
     _require(isinstance(kind, type) and issubclass(kind, Importance), "it must be a class derived from Importance")
     are_backwards = isinstance(kind.backwards, tuple) and all(isinstance(one, Backward) for one in kind.backwards)
     _require(are_backwards, "backwards must be a tuple of Backward: (Backward(...),)")
-    _require(isinstance(kind.copies, Copies | None), "copies must be None or Copies(...)")
+    _require(isinstance(kind.copies, bool), "copies must be True or False")
     _require(kind.name and kind.help, "it has no name, or no help")
     are_readings = isinstance(kind.reads, set | frozenset) and kind.reads <= {*get_args(Reading)}
     _require(are_readings, f"reads={kind.reads!r}; allowed: a set of {', '.join(get_args(Reading))}")
-    by_gradient = kind.copies is not None and kind.copies.by_gradient
-    _require(kind.backwards or not by_gradient, "its copies are chosen by gradient, and it has no backwards")
+    alone = not (kind.copies and (kind.backwards or kind.reads))
+    _require(alone, "masked copies give its scores (copies = True): leave out backwards and reads")
     importance = called(f"{kind.__name__}()", kind)
     for number, backward in enumerate(kind.backwards):
         for pooled in (True, False) if backward.rows == "probe" else (False,):
             _check_coefficients(kind, number, pooled)
     if kind.backwards:
         _check_score(importance)
-    if kind.backwards or not (kind.copies or kind.learns):
+    if not kind.copies:
         _check_combine(importance)
 
 
@@ -49,7 +49,7 @@ def _check_coefficients(kind: type[Importance], number: int, pooled: bool) -> No
         backward = kind.backwards[number]
         logits_NV = NUMBERS_37[chosen, columns].clone()
         token_N = None if pooled else torch.tensor([0, 3, 6])[chosen]
-        entropy_N = torch.tensor([0.2, 1, 5])[chosen] if backward.of_reasoning and "entropy" in kind.reads else None
+        entropy_N = torch.tensor([0.2, 1, 5])[chosen] if backward.rows == "reasoning" and "entropy" in kind.reads else None
         clean_NV = logits_NV + 0.1 * logits_NV.cos() if pooled and backward.noise else None
         rows = Rows(logits_NV, token_N, torch.arange(3)[chosen], entropy_N, clean_NV, vocabulary=shard)
         given.append(logits_NV)

@@ -3,34 +3,23 @@
     I_t = KL(P || P^(t))
 
 with `P^(t)` the outcome with token `t` replaced; for the probe `answer_joint` the drop of the answer's mean log-probability.
-One forward per reasoning token. `oar_plugin.credit.perturbation` chooses the copies and makes importance of their scores; the
+One forward per reasoning token. `oar_plugin.credit.perturbation` lists the copies and makes importance of their scores; the
 actor (`oar_plugin.passes.masked_copies`) or the rollout engines run them.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
 
 from torch import Tensor
 
-from oar_plugin.credit.importance.base import Copies, Importance
+from oar_plugin.credit.importance.base import Importance
 from oar_plugin.credit.probe import Probe
 
 
 class OarP(Importance):
     name = "oar_p"
     help = "The paper's exact importance: each token replaced in a forward of its own."
-    copies: ClassVar[Copies] = Copies()
+    copies = True
     arbitrary_scale = False
-
-    def conflicts(self, settings: Mapping[str, Any]) -> Iterator[str]:
-        perturbation, allowed = settings["perturbation"], sorted({1.0, self.copies.budget})
-        if perturbation["backend"] == "actor" and perturbation["budget"] not in allowed:
-            yield (
-                f"importance={self.name} with perturbation.budget={perturbation['budget']:g} and perturbation.backend=actor: "
-                "blocks of tokens choose copies on the rollout engines only; allowed: importance=hybrid, whose gradient "
-                f"chooses them, perturbation.backend=rollout, or perturbation.budget={' or '.join(f'{a:g}' for a in allowed)}"
-            )
 
 
 def log_distribution(logits_KV: Tensor) -> Tensor:

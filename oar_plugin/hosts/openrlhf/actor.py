@@ -51,8 +51,8 @@ class ActorPass:
                 for rows in [first] * (count - len(parts)) + parts:
                     inputs = token_BT[rows], segments_BT[rows], action_mask_BA[rows], mask_BT[rows]
                     log_prob_BA[rows], importance_BT[rows] = self._score(model, *inputs)
-                if self.request.importance_object.copies is not None:
-                    batch = token_BT.cpu(), segments_BT.cpu(), mask_BT.cpu().bool(), importance_BT.cpu()
+                if self.request.importance_object.copies:
+                    batch = token_BT.cpu(), segments_BT.cpu(), mask_BT.cpu().bool()
                     importance_BT = copies_importance(model, self.request, *batch, most, self._max_over_ranks)
         return log_prob_BA.cpu(), importance_BT[:, -action_mask_BA.shape[1] :].cpu()
 

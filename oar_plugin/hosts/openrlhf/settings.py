@@ -40,11 +40,8 @@ def settings_of(args: Any) -> OarConfig:
         faults.append(f"{OPTION}.base_estimator={base}: that is --algo.advantage.estimator; allowed: leave it out")
     if config.offloads:
         faults.append(f"{OPTION}.perturbation.backend=rollout: its engines score nothing; allowed: actor")
-    if config.amortize.share is not None or config.importance_object.learns:
-        setting = f"amortize.share={config.amortize.share} with importance={config.importance}"
-        faults.append(
-            f"{OPTION}.{setting}: nothing is predicted here; allowed: null, and an importance that is computed"
-        )
+    if (share := config.amortize.share) is not None:
+        faults.append(f"{OPTION}.amortize.share={share:g}: nothing is predicted here; allowed: null")
     if faults:
         raise OarConfigError("\n".join(faults))
     return config

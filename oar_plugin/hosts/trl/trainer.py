@@ -127,7 +127,7 @@ class OarGRPOTrainer(GRPOTrainer):
         needed_B = (output["advantages"] != 0) & batch.response_BL.any(-1) & ~bad_B
         segments_BL, status_B = credit.segments(batch, needed_B, request)
         status_B[bad_B] = int(Status.BAD_REWARD)
-        importance_BL = self._importance(batch, segments_BL, request, output["advantages"].sign())
+        importance_BL = self._importance(batch, segments_BL, request)
         advantage_BL = output["advantages"][:, None].expand(segments_BL.shape)
         reshaped = credit.reshape(step, advantage_BL, importance_BL, segments_BL, status_B)
         metrics = self._credit_metrics(reshaped) | {"oar/seconds": time.perf_counter() - started}
@@ -146,7 +146,7 @@ class OarGRPOTrainer(GRPOTrainer):
     def _truth(self, row: dict[str, Any]) -> Any:
         return next((row[name] for name in TRUTH if row.get(name) is not None), None)
 
-    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request, sign_B: Tensor) -> Tensor:
+    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request) -> Tensor:
         """float32 `[B, L]`, of this process's responses."""
         if self._dist.is_zero3:
             self._share_head()
@@ -158,7 +158,6 @@ class OarGRPOTrainer(GRPOTrainer):
                 max_tokens=most,
                 max_over_ranks=self._max_over_ranks,
                 checkpoint_activations=checkpoint,
-                sign_B=sign_B,
                 sum_over_ranks=partial(self.accelerator.reduce, reduction="sum"),
             )
 

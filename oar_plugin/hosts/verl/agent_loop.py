@@ -6,7 +6,6 @@ weights change the update. A group whose rewards are all equal is not scored.
 """
 
 import asyncio
-import logging
 import time
 from contextvars import ContextVar
 from dataclasses import replace
@@ -30,12 +29,11 @@ from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
 from oar_plugin.hosts.verl.settings import length_limits, resolve
 from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
+from oar_plugin.output import logger
 from oar_plugin.passes.prediction import ENOUGH, hashed
 from oar_plugin.passes.request import replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, longest_of, segment_response
 from oar_plugin.passes.tokens import TokenBytes
-
-logger = logging.getLogger("oar_plugin")
 
 PRIORITY = 2**30  # of masked copies: they run after all generation (vLLM runs smaller numbers first)
 ATTEMPTS = 2  # maximum number of attempts to score a response
@@ -239,7 +237,6 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             units=units((segments == Segment.REASONING).tolist(), oar.perturbation.span),
             response_length=len(segments),
             probe=oar.probe_at(max(step, 1)),
-            budget=oar.budget,
             replacement_token=self._replacement,
             seed=step_seed(oar.seed, max(step, 1)),
             priority=PRIORITY,

@@ -19,8 +19,7 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
-from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.importance import without_copies
+from oar_plugin.credit.importance import named
 from oar_plugin.hosts.verl.importance_pass import (
     ROW,
     ImportancePass,
@@ -132,7 +131,7 @@ class OarFSDPMixin(ImportancePass):
         return getattr(self.module, "reset_iter_state", None)  # FSDP2 has this method since torch 2.13; FSDP1 does not
 
     def _copies_importance(
-        self, data: TensorDict, request: Request, segments: list[Tensor], status_B: Tensor, gradient: list[Tensor]
+        self, data: TensorDict, request: Request, segments: list[Tensor], scored_B: Tensor
     ) -> list[Tensor]:
         # The token budget of verl's log-prob pass.
         if self._is_dynamic(data):
@@ -143,8 +142,8 @@ class OarFSDPMixin(ImportancePass):
         if self.use_ulysses_sp or self._fused:
             copies = _CopiesThroughVerl(self, data, request, most)
         input_ids = data["input_ids"].unbind()
-        rows = (status_B == Status.SCORED).nonzero()[:, 0].tolist()
-        wanted = {row: (input_ids[row].to(get_device_id()), segments[row], gradient[row]) for row in rows}
+        rows = scored_B.nonzero()[:, 0].tolist()
+        wanted = {row: (input_ids[row].to(get_device_id()), segments[row]) for row in rows}
         # verl's `forward_step` runs the model in this autocast.
         dtype = getattr(self, "_autocast_dtype", torch.bfloat16)
         with torch.autocast(get_device_name(), dtype) if dtype != torch.float32 else contextlib.nullcontext():
@@ -189,10 +188,10 @@ class OarFSDPMixin(ImportancePass):
         if self._fused and (fault := fused_fault(model)):
             raise UnsupportedModelError(f"actor_rollout_ref.model.use_fused_kernels=True with {fault}; allowed: False")
         images = hasattr(model.config, "vision_config")
-        if images and request.importance_object.copies is not None and not request.config.offloads:
+        if images and request.importance_object.copies and not request.config.offloads:
             raise UnsupportedModelError(
                 f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no images; "
-                f"allowed: {without_copies()}"
+                f"allowed: {named(copies=False)}"
             )
         if images and self.use_ulysses_sp:
             raise UnsupportedModelError(

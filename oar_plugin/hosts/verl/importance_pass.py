@@ -5,7 +5,6 @@ with a request. Rows to score then run in `_score`: a forward with a graph, and 
 run in verl's own forward, without a graph.
 """
 
-import logging
 import math
 import os
 import time
@@ -28,14 +27,13 @@ from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.balancing import largest_divisor, scored_first
 from oar_plugin.hosts.verl.capabilities import subclass
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
+from oar_plugin.output import logger
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
 from oar_plugin.passes.predicted_batch import PredictedBatch
-from oar_plugin.passes.prediction import Predictor, ScorePredictor, predictor_of
-from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, SECONDS, STATUS, Request, nested
+from oar_plugin.passes.prediction import Predictor, predictor_of
+from oar_plugin.passes.request import IMPORTANCE, NEEDED, REQUEST, SECONDS, STATUS, Request, nested
 from oar_plugin.passes.segments import end_of_sequence_tokens, longest_of, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
-
-logger = logging.getLogger(__name__)
 
 ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
@@ -88,12 +86,12 @@ class ImportancePass:
         raise NotImplementedError
 
     def _copies_importance(
-        self, data: TensorDict, request: Request, segments: list[Tensor], status_B: Tensor, gradient: list[Tensor]
+        self, data: TensorDict, request: Request, segments: list[Tensor], scored_B: Tensor
     ) -> list[Tensor]:
-        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows whose status is not SCORED.
+        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows outside of `scored_B`.
 
         An engine without this method refuses importances with copies in `_check_supported`. For each row, `segments` has a
-        `Segment` per response token, and `gradient` its score: with `Copies.by_gradient` scores select the tokens with copies.
+        `Segment` per response token.
         """
         raise NotImplementedError
 
@@ -154,13 +152,10 @@ class ImportancePass:
                 output, seconds = scored
                 outputs.append(output)
                 place(importance, order[:num_ahead], output)
-        if kind.copies is not None or predicted is not None:
+        if kind.copies or predicted is not None:
             begun = mark()
-            if kind.copies is not None and not (predicted and predicted.scoring.predicts):
-                scored_B = status_B.where(score_B, int(Status.NOT_NEEDED))
-                zero_non_finite(importance, scored_B)
-                status_B[scored_B == Status.NON_FINITE] = Status.NON_FINITE
-                importance = self._copies_importance(data, request, segments, scored_B, importance)
+            if kind.copies and not (predicted and predicted.scoring.predicts):
+                importance = self._copies_importance(data, request, segments, score_B & (status_B == Status.SCORED))
             if predicted is not None:  # what it predicts depends on the scores of this batch, those of copies too
                 importance = predicted.learn(order, importance)
             seconds += seconds_between(begun, mark())
@@ -183,10 +178,8 @@ class ImportancePass:
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
         begun = mark()
         zero_non_finite(importance, status_B)
-        answer = weigh_rows(importance, segments, status_B, request.config, kind)
-        if predicted is not None:
-            columns = zip(answer[MEASURES], predicted.end_step(status_B == Status.SCORED), strict=True)
-            answer[MEASURES] = [torch.cat([measure_4, prediction_4]) for measure_4, prediction_4 in columns]
+        prediction_B4 = None if predicted is None else predicted.end_step(status_B == Status.SCORED)
+        answer = weigh_rows(importance, segments, status_B, request.config, kind, prediction_B4)
         seconds += seconds_between(begun, mark())
         answer[SECONDS] = [torch.tensor([seconds / len(segments)])] * len(segments)
         result["model_output"] |= {name: nested(rows) for name, rows in answer.items()}
@@ -196,10 +189,10 @@ class ImportancePass:
         """Returns the batch with the run's predictor; None if importance is computed for all rows."""
         self._predicted = None
         if request.reads_hidden:
-            self._predictor = self._predictor or predictor_of(request.config, request.importance)
+            self._predictor = self._predictor or predictor_of(request.config)
             assert self._predictor is not None
             given = None
-            if isinstance(self._predictor, ScorePredictor) and request.config.offloads:
+            if request.config.offloads:
                 engine_B = values_of(data, ENGINE_FIELDS[STATUS])  # behind the gate
                 scored_B = (engine_B == Status.SCORED) | (engine_B == Status.CONSTANT)
                 given = response_rows(data, ENGINE_FIELDS[IMPORTANCE]), scored_B
@@ -218,8 +211,7 @@ class ImportancePass:
         if self._predicted is None or log_prob_T is None:
             importance_T = importance_of_scores(request, packed, scores)
         else:
-            signs = values_of(data, NEEDED)
-            importance_T = self._predicted.field(packed, scores, log_prob_T.roll(1), data[ROW].tolist(), signs)
+            importance_T = self._predicted.field(packed, scores, log_prob_T.roll(1), data[ROW].tolist())
         return torch.nested.nested_tensor_from_jagged(importance_T, packed.offsets)
 
     def _segments(self, data: TensorDict, request: Request) -> tuple[list[Tensor], Tensor]:
@@ -299,18 +291,14 @@ class ImportancePass:
 
         It needs whole micro-batches: the shortest row fills the last one up.
         """
-        count = len(rows)
         if not self._is_dynamic(data):
             shortest = rows[data["input_ids"].offsets().diff().cpu()[rows].argmin()]
             fill = -len(rows) % (data["micro_batch_size_per_gpu"] * self._micro_batch_multiple())
             rows = torch.cat([rows, shortest.expand(fill)])
         part = tu.index_select_tensor_dict(data, rows)
-        if request is not None:
-            sign_B = values_of(part, NEEDED).clone()
-            sign_B[count:] = 0  # an outcome is learned once
-            part[NEEDED] = sign_B[:, None]
-            return self._score(part, request)
-        return super().infer_batch(part, None), 0.0  # type: ignore[misc]
+        if request is None:
+            return super().infer_batch(part, None), 0.0  # type: ignore[misc]
+        return self._score(part, request)
 
     def _sum_over_data(self, tensor: Tensor) -> Tensor:
         """Returns the sum over the data-parallel ranks. It may overwrite its argument."""

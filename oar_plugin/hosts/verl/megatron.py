@@ -253,7 +253,7 @@ class OarMegatronMixin(ImportancePass):
         """The configuration decides, without the trial of `oar_plugin.passes.trial`: a forward is a whole schedule, whose
         logits go to verl in shards. It can decide: `check_chunks` admits megatron-core's own `GPTModel` and projection alone.
         """
-        if request.importance_object.copies is not None and not request.config.offloads:
+        if request.importance_object.copies and not request.config.offloads:
             raise UnsupportedModelError(copies_under_megatron(request.importance))
         check_chunks(self.module)
         if changes := logit_changes(self.model_config.hf_config):

@@ -6,7 +6,6 @@ asked for any. A further field, `oar_offload`, holds how the scoring of each res
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -20,9 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl.settings import MANAGER
+from oar_plugin.output import logger
 from oar_plugin.passes.request import FIELDS, MEASURES, SECONDS, STATUS, WEIGHTS, nested
-
-logger = logging.getLogger("oar_plugin")
 
 OFFLOAD = "oar_offload"
 ENGINE_FIELDS = {name: f"{name}_of_engines" for name in FIELDS if name != SECONDS}

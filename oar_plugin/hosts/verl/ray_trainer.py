@@ -26,10 +26,16 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.estimator import rewarded
+from oar_plugin.estimator import rewarded, weighted
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, credit_metrics, no_importance, signs
+from oar_plugin.hosts.verl.trainer_credit import (
+    TrainerCredit,
+    answer_mismatch,
+    credit_metrics,
+    has_advantage,
+    no_importance,
+)
 from oar_plugin.hosts.verl.viewer import padded_batch, show
 from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, SHOWN, STATUS, USED, WEIGHTS
 
@@ -74,22 +80,21 @@ class OarRayTrainer(TrainerCredit):
         batch.batch[SAMPLED_AT] = torch.arange(len(batch))
         super()._balance_batch(batch, metrics, logging_prefix)  # type: ignore[misc]
         sampled_at = batch.batch.pop(SAMPLED_AT).tolist()
-        lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._advantage_signs(batch).bool().tolist()
+        lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._has_advantage(batch).tolist()
         if (order := self._even_order(sampled_at, lengths, needed, metrics, logging_prefix)) is not None:
             batch.reorder(torch.tensor(order))
 
-    def _advantage_signs(self, batch: DataProto) -> Tensor:
-        """The sign of each row's advantage, int64 `[B]`: only where it is not 0 weights can change the update.
+    def _has_advantage(self, batch: DataProto) -> Tensor:
+        """Whether a row has an advantage, bool `[B]`: only there can weights change the update.
 
         The base estimator computes the advantage from rewards alone. It is not known yet with KL in the reward, or before a
-        reward model's scores: then every row counts, with sign 1.
+        reward model's scores: then every row counts.
         """
         if self.config.algorithm.use_kl_in_reward or "rm_scores" not in batch.batch:
-            learns = self.oar is not None and self.oar.importance_object.learns  # it has nothing to learn from
-            return torch.full((len(batch),), int(not learns))
+            return torch.ones(len(batch), dtype=torch.bool)
         given = {"token_level_rewards": batch.batch["rm_scores"], "response_mask": batch.batch["response_mask"]}
         advantage_BL, _ = base_advantage(**given, index=batch.non_tensor_batch["uid"], config=self.config.algorithm)
-        return signs(advantage_BL)
+        return has_advantage(advantage_BL)
 
     def _start(self, oar: OarConfig) -> None:
         """Checks the nodes before the first log-prob pass: some of verl's trainers have no hook between workers and steps."""
@@ -106,7 +111,7 @@ class OarRayTrainer(TrainerCredit):
             return super()._compute_old_log_prob(batch)  # type: ignore[misc]
         for name in OURS:  # of an earlier pass over this batch: verl unites only equal fields
             batch.batch.pop(name, None)
-        with self._asking(batch, self._advantage_signs(batch)) as asking:
+        with self._asking(batch, self._has_advantage(batch)) as asking:
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
         result.batch.update(asking.answer | {ENTROPY: result.batch["entropys"]})
         return result, *others
@@ -119,13 +124,13 @@ class OarRayTrainer(TrainerCredit):
         return result
 
     @contextmanager
-    def _asking(self, batch: DataProto, sign_B: Tensor, importance_only: bool = False) -> Iterator["_Asking"]:
-        """The actor's workers, which also score the rows of the next log-prob pass. `sign_B`: see `_advantage_signs`."""
+    def _asking(self, batch: DataProto, needed_B: Tensor, importance_only: bool = False) -> Iterator["_Asking"]:
+        """The actor's workers, which also score the rows of the next log-prob pass, those of `needed_B`."""
         assert self.oar is not None
         self._start(self.oar)
         workers = self.actor_rollout_wg
         fields = FIELDS if self._credit.dumps.folder is not None else (*USED, SEGMENTS)
-        asking = _Asking(workers, sign_B, self._request(importance_only), self.global_steps, fields)
+        asking = _Asking(workers, needed_B, self._request(importance_only), self.global_steps, fields)
         self.actor_rollout_wg = asking
         try:
             yield asking
@@ -134,7 +139,7 @@ class OarRayTrainer(TrainerCredit):
 
     def _score_alone(self, batch: DataProto) -> None:
         """In bypass mode the log-probs come from the rollout. No pass computes them, so importance needs its own."""
-        with self._asking(batch, signs(batch.batch["advantages"]), importance_only=True) as asking:
+        with self._asking(batch, has_advantage(batch.batch["advantages"]), importance_only=True) as asking:
             data = left_right_2_no_padding(batch.to_tensordict())
             temperature = self.config.actor_rollout_ref.rollout.temperature
             tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
@@ -160,7 +165,7 @@ class OarRayTrainer(TrainerCredit):
         status_B = fields[STATUS][:, 0]
         metrics.update(credit_metrics(fields[MEASURES], status_B))
         OarRayTrainer.unused = 0
-        weighted_BL = advantage_BL * fields[WEIGHTS]
+        weighted_BL = weighted(advantage_BL, fields[WEIGHTS])
         metrics["timing_s/oar"] = time.perf_counter() - started
         if not alone:  # the pass ran before this clock
             metrics["timing_s/oar"] += fields[SECONDS].sum().item() / self._ranks()
@@ -192,9 +197,9 @@ class _Asking:
 
     answer: dict[str, Tensor]
 
-    def __init__(self, workers: Any, sign_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str]) -> None:
+    def __init__(self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str]) -> None:
         self._workers, self._request, self._step = workers, request, step
-        self._needed_B1, self._fields, self.answer = sign_B[:, None], fields, {}
+        self._needed_B1, self._fields, self.answer = needed_B.long()[:, None], fields, {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workers, name)

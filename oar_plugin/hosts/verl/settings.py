@@ -10,7 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.importance import importance_of, of_engines, without_copies
+from oar_plugin.credit.importance import named
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm.versions import installed
 
@@ -47,7 +47,7 @@ def copies_under_megatron(importance: str) -> str:
     """Why an importance with masked copies is refused in a Megatron actor."""
     return (
         f"algorithm.oar.importance={importance} with actor_rollout_ref.actor.strategy=megatron: masked copies were not "
-        f"built for its actor; allowed: {without_copies()}, or {of_engines()} with "
+        f"built for its actor; allowed: {named(copies=False)}, or {named(copies=True)} with "
         "algorithm.oar.perturbation.backend=rollout"
     )
 
@@ -140,7 +140,6 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     if engines and installed() is None:
         yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_OR_LOCAL}"
     needed = {"always": True, "v1": not ray_trainer, "megatron": megatron, "engines": engines}
-    needed["learns"] = any(importance_of(name).learns for name in (oar.importance, oar.actor_importance) if name)
     needed["fused"] = not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels")
     for refused in (one for when, table in REFUSED.items() if needed[when] for one in table):
         value = OmegaConf.select(config, refused.key)
@@ -148,7 +147,7 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
             yield refused.fault(value)
     if megatron:
         yield from _virtual_pipeline_faults(config)
-        if oar.copies is not None and not oar.offloads:
+        if oar.importance_object.copies and not oar.offloads:
             yield copies_under_megatron(oar.importance)
     if OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") == "geo_mean":
         yield (

@@ -6,7 +6,6 @@ gate's weights. Everything else is the host's. The subclasses replace verl's in 
 `oar`, they build verl's own class, and the run does not use this file.
 """
 
-import logging
 import pkgutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,15 +24,20 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from verl.utils.debug import marked_timer
 
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.estimator import rewarded
+from oar_plugin.estimator import rewarded, weighted
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, credit_metrics, no_importance, signs
+from oar_plugin.hosts.verl.trainer_credit import (
+    TrainerCredit,
+    answer_mismatch,
+    credit_metrics,
+    has_advantage,
+    no_importance,
+)
 from oar_plugin.hosts.verl.viewer import QueuedBatch, show
+from oar_plugin.output import logger
 from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS, nested
-
-logger = logging.getLogger("oar_plugin")
 
 
 class OarTrainerMixin(TrainerCredit):
@@ -80,7 +84,7 @@ class OarTrainerMixin(TrainerCredit):
         if self._warms_up():
             return batch
         with marked_timer("oar", self.timing_raw):
-            needed = self._mark_needed_rows(batch, metrics).bool().tolist()
+            needed = self._mark_needed_rows(batch, metrics).tolist()
             places = [sampled_at.get(key, len(batch)) for key in batch.keys]  # rows that verl added come last
             lengths = [tag["seq_len"] for tag in batch.tags]
             if (order := self._even_order(places, lengths, needed, metrics, logging_prefix)) is not None:
@@ -125,29 +129,29 @@ class OarTrainerMixin(TrainerCredit):
             batch.extra_info.pop(REQUEST, None)
 
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
-        """Writes `oar_needed`, the rows that the actor is to score, and returns it, int64 `[B]`: the sign of their advantages.
+        """Writes `oar_needed`, the rows that the actor is to score, and returns it, bool `[B]`.
 
         If a row's advantage is exactly zero, weights cannot change its update. The host's own estimator computes the
         advantage from rewards alone, before log-probs exist. With KL in the reward, it is not known yet: every row is
         scored. Rows that the rollout engines have scored are not scored again.
         """
-        sign_B = self._advantage_signs(batch)
+        needed_B = self._has_advantage(batch)
         if self.oar.offloads:
             own_B, records = ~_padding_rows(batch), _read(batch, OFFLOAD)[OFFLOAD].unbind()
             status_B = torch.stack([record[0] for record in records]).long()  # before the gate, which the actor has too
             helps_B = actor_may_help(status_B) & (self.oar.actor_importance is not None)
             if self.oar.amortize.share is not None:  # it learns from the engines' scores
                 helps_B |= status_B == Status.SCORED
-            sign_B *= own_B & helps_B
+            needed_B &= own_B & helps_B
             rows = [row for row, own in zip(records, own_B.tolist(), strict=True) if own]
-            left_B = sign_B.bool() & (status_B != Status.SCORED)
+            left_B = needed_B & (status_B != Status.SCORED)
             metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, left_B).items()})
-        _write(batch, NEEDED, nested(sign_B[:, None]))
-        return sign_B
+        _write(batch, NEEDED, nested(needed_B.long()[:, None]))
+        return needed_B
 
-    def _advantage_signs(self, batch: Any) -> torch.Tensor:
+    def _has_advantage(self, batch: Any) -> torch.Tensor:
         if self.config.algorithm.use_kl_in_reward:
-            return (~_padding_rows(batch)).long()
+            return ~_padding_rows(batch)
         fields = _read(batch, "uid", "response_mask", "rm_scores").to_padded_tensor()
         fields["token_level_rewards"] = fields["token_level_scores"] = fields["rm_scores"]
         uid = np.array(fields.pop("uid").tolist(), dtype=object)
@@ -162,7 +166,7 @@ class OarTrainerMixin(TrainerCredit):
             norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
             config=algorithm,
         )
-        return signs(data.batch["advantages"])
+        return has_advantage(data.batch["advantages"])
 
     # ---- the host's advantage, times the weights
 
@@ -188,7 +192,7 @@ class OarTrainerMixin(TrainerCredit):
             if not getattr(self, "local_trigger_step", 0):  # of a step with several batches, the first
                 reward_B = data["rm_scores"].to_padded_tensor(0.0).sum(-1)[own_B]
                 self._credit.watch.see(self.global_steps, metrics, reward_B.nanmean().item())
-            advantages = weighted(data["advantages"], weights)
+            advantages = nested_weighted(data["advantages"], weights)
             if self.oar.offloads and (share := metrics.get("oar/amortize/share")):
                 for worker in self.agent_loop_manager.agent_loop_workers:
                     worker.oar_score_share.remote(share)
@@ -211,16 +215,14 @@ class OarTrainerMixin(TrainerCredit):
             self.config.algorithm.adv_estimator = "oar"
 
 
-def weighted(advantages: Any, weights: Any) -> torch.Tensor:
+def nested_weighted(advantages: Any, weights: Any) -> torch.Tensor:
     """Returns the product of two nested tensors. RuntimeError: their rows differ in length."""
     if not advantages.offsets().equal(weights.offsets()):
         raise RuntimeError(
             "the actor's weights and verl's advantages differ in length: "
             "verl changed the responses after importance was computed"
         )
-    host_T = advantages.values()
-    product_T = torch.where(host_T.isfinite(), host_T * weights.values(), host_T)  # a bad reward's stays the host's
-    return torch.nested.nested_tensor_from_jagged(product_T, advantages.offsets())
+    return torch.nested.nested_tensor_from_jagged(weighted(advantages.values(), weights.values()), advantages.offsets())
 
 
 def lost_responses(keys: Sequence[str], each: int) -> float:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 from torch import Tensor
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
@@ -66,11 +65,10 @@ class TrainerCredit:
         return self._credit.request(self.global_steps, response, temperature, importance_only, total).to_dict()
 
 
-def signs(advantage_BL: Tensor) -> Tensor:
-    """Returns the sign of each row's advantage, int64 `[B]`; 0 if it is zero at every token, or NaN or infinite at one."""
+def has_advantage(advantage_BL: Tensor) -> Tensor:
+    """Whether a row's weights can change its update, bool `[B]`: its advantage is finite, and not zero at every token."""
     least_B, most_B = advantage_BL.aminmax(dim=-1)  # one pass: the driver does this for all ranks
-    finite_B = least_B.isfinite() & most_B.isfinite()
-    return torch.where(most_B >= -least_B, 1, -1) * (finite_B & ((least_B != 0) | (most_B != 0)))
+    return least_B.isfinite() & most_B.isfinite() & ((least_B != 0) | (most_B != 0))
 
 
 def credit_metrics(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:

@@ -9,7 +9,6 @@ more and more models.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from oar_plugin.hosts.vllm.outcomes import TAG, OutcomeRecorder, Scheduled, Spec, read_spec
+from oar_plugin.output import logger
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as FirstRunner
-
-logger = logging.getLogger(__name__)
 
 
 class OutcomeExtension:

@@ -10,7 +10,6 @@ worker counts the rows that it read (`outcomes`). A copy with a missing row is r
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
 import uuid
@@ -23,10 +22,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from oar_plugin.credit.perturbation import Search, Unit, replacement_seeds
+from oar_plugin.credit.perturbation import Unit, importance_of_units, replacement_seeds
 from oar_plugin.credit.probe import Probe
 from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, TAG, DrawSpec, OutcomeSpec, Spec
 from oar_plugin.hosts.vllm.throttle import Throttle
+from oar_plugin.output import logger
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -51,8 +51,6 @@ DRAWS_AT_ONCE = 32
 """Maximum number of replacements drawn by one request. A draw hashes every token of the vocabulary, and generation
 waits for that engine step. So a long response needs several requests; each reads the cache that the last one filled."""
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class ScoringTask:
@@ -62,7 +60,6 @@ class ScoringTask:
     units: Sequence[Unit]  # each: positions in the response, before the answer, that one copy replaces together
     response_length: int  # tokens of the whole response
     probe: Probe
-    budget: float  # see `perturbation.copies_of_budget`
     replacement_token: int | None  # replaces tokens in copies; None: replacements are drawn from the model's prediction
     seed: int  # seed of these draws (`step_seed`)
     priority: int = 0  # of vLLM; a larger number runs later. An engine without priority scheduling needs 0
@@ -147,11 +144,8 @@ class _Run:
         task = self.task
         self._lora = await self.scorer.lora_request() if self.scorer.lora_request else None
         await self._reference()
-        search = Search(task.units, task.response_length, task.budget)
-        while search.wanted:
-            search.send(await _all_or_none([self._copy(unit) for unit in search.wanted]))
-        assert search.importance is not None
-        importance_L: NDArray[np.float32] = search.importance.float().numpy()
+        scores = await _all_or_none([self._copy(unit) for unit in task.units])
+        importance_L: NDArray[np.float32] = importance_of_units(task.units, scores, task.response_length).numpy()
         if not np.isfinite(importance_L).all():
             raise _Failure("non_finite")
         return importance_L

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from oar_plugin.credit.regression import COLUMNS, SCORE_FEATURES, VALUE_FEATURES
+from oar_plugin.credit.regression import COLUMNS, FEATURES
 from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
 from oar_plugin.runs.plan import hardware
 from oar_plugin.runs.plan.hardware import EXPECTED, GIB, GOOD, POOR, SCORED, Efficiency, Gpu
@@ -294,26 +294,22 @@ def step_flops(p: Plan) -> Parts:
         return flops
     answer = 1 if oar.probe == "last" else hardware.ANSWER  # rows that the probe reads
     importance, reasoning = oar.importance_object, max(1.0, p.mean_response - answer)
-    rows = {"reasoning": reasoning, "later": reasoning + answer}
+    rows = {"reasoning": reasoning}
     added = p.extra_forwards * layers + oar.backwards * (p.flops_of("importance", p.length) - passed)
     added += oar.num_draws * 2 * p.flops_of("head", sum(rows.get(one.rows, answer) for one in importance.backwards))
-    if importance.reads and not any(backward.of_reasoning for backward in importance.backwards):
+    if importance.reads and not any(backward.rows == "reasoning" for backward in importance.backwards):
         added += p.flops_of("head", reasoning)
     share = oar.amortize.share or 1.0
     added *= share
-    if (
-        importance.learns or oar.amortize.share
-    ):  # each token is projected; of those that are learned come sums of products
-        features, learned = (VALUE_FEATURES, 1.0) if importance.learns else (SCORE_FEATURES, share)
-        added += 2 * reasoning * (p.model.hidden_size * COLUMNS + learned * features**2)
+    if oar.amortize.share:  # each token is projected; of those that are learned come sums of products
+        added += 2 * reasoning * (p.model.hidden_size * COLUMNS + share * FEATURES**2)
     flops |= {IMPORTANCE: p.sequences * p.scored_share * added} if added else {}
-    if oar.copies is not None:  # masked copies, and one forward of the unmasked response
+    if importance.copies:  # masked copies, and one forward of the unmasked response
         units = max(1.0, reasoning / oar.perturbation.span)
-        number = oar.budget * units if oar.budget <= 1 else min(units, oar.budget)
         # With a shared prefix, a copy's forward starts at its first masked token: on average mid-way in the reasoning.
         start = p.mean_prompt + reasoning / 2 if oar.offloads or (p.cp == 1 and not p.fused) else 0.0
         copy = p.flops_of("layers", p.length, start) + p.flops_of("head", answer)
-        flops[COPIES] = p.sequences * p.scored_share * share * (number * copy + layers)
+        flops[COPIES] = p.sequences * p.scored_share * share * (units * copy + layers)
     return flops
 
 
