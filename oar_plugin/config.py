@@ -89,7 +89,7 @@ GROUPS: dict[str, type[BaseModel]] = {
 """The keys of `algorithm.oar` that hold other keys."""
 
 
-_PREDICTED = "write importance=oar_p with amortize.share=0.125: copies for one response in eight, predicted scores for the others"
+_PREDICTED = "write importance=oar_p with amortize.share=0.125, which predicts scores for seven responses in eight"
 LEFT = {
     "importance=decision": "on a language model it was no better than random numbers; write importance=fisher, the default",
     "importance=hybrid": f"predicted scores agree better with exact OAR-P beyond position, for fewer passes; {_PREDICTED}",

@@ -14,8 +14,8 @@ GIVEN: dict[str, list[dict[str, Any]]] = json.loads(
 
 
 def asked(importance: str = "fisher", probe: str = "answer_mean", seed: int = 0, **more: Any) -> Request:
-    """A request with these settings of `algorithm.oar` (`budget` and `span`: of `perturbation`) and fields of `Request`."""
+    """A request with these settings of `algorithm.oar` (`span`: of `perturbation`) and fields of `Request`."""
     fields = {name: more.pop(name) for name in OF_REQUEST if name in more}
-    copies = {name: more.pop(name) for name in ("budget", "span") if name in more}
+    copies = {"span": more.pop("span")} if "span" in more else {}
     config = OarConfig(importance=importance, probe=probe, perturbation=copies, **more)
     return Request(config, config.probe, seed, **fields)

@@ -8,6 +8,8 @@ import pytest
 import torch
 import yaml
 
+from oar_plugin import output
+
 gc.disable()  # until all modules are imported: what they make stays
 yaml.SafeLoader = yaml.CSafeLoader  # Hydra reads forty files for each of verl's configurations
 torch.set_num_threads(1)  # tests use tiny tensors, on which a second thread only costs time
@@ -34,8 +36,9 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def _warnings_are_heard(caplog):
-    """Whatever a test before it has imported: vLLM's API server raises the level of every handler of the root logger."""
+    """Also those that a test before has logged, and after vLLM's API server, which raises the level of all handlers."""
     caplog.handler.setLevel(0)
+    output._times.clear()
 
 
 @pytest.fixture(scope="session")

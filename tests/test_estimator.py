@@ -81,7 +81,7 @@ def test_non_finite_outside_the_reasoning_does_not_matter():
     assert torch.isfinite(result.advantage_BL).all()
 
 
-@pytest.mark.parametrize("name", ["oar_g", "oar_p", "hybrid", "entropy"])
+@pytest.mark.parametrize("name", ["oar_g", "oar_p", "entropy"])
 def test_scores_in_nats_reach_the_gate_as_they_are(name):
     one = batch(importance=name, gate="bi_level").weight_BL
     torch.testing.assert_close(one, bi_level(IMPORTANCE, REASONING, tau=0.4))

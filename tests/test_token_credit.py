@@ -31,7 +31,7 @@ DOCUMENT = (Path(__file__).parents[1] / "docs/your-own-host.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 SETTINGS = {"answer_patterns": ["hash"], "dump": {"dir": "credit", "every": 1}}
 TOOL = 2  # responses start with so many tokens that the model did not write, in the batch of a tool
-IMPORTANCES = ["fisher", "hybrid"]
+IMPORTANCES = ["fisher", "oar_p"]
 ROWS = range(len(world.ROWS))
 
 

@@ -202,7 +202,9 @@ class MicroBatchPass:
                 for chosen_N, chunk_NH in zip(*chunks, strict=True):
                     self.scores.hidden_TP[chosen_N] = projected(chunk_NH)
             if reads:
-                read_logits(project, hidden_NH[count:read], lambda z, at: self._read(self._reasoning.select(at), z.float()))
+                read_logits(
+                    project, hidden_NH[count:read], lambda z, at: self._read(self._reasoning.select(at), z.float())
+                )
             if backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
                     self._noise_free_BV = self._pooled(project, hidden_NH[:count])

@@ -115,7 +115,9 @@ class MaskedCopies:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 fault = f"{type(model).__name__}: its forward with a cache, for masked copies, fails ({error!r})"
-                raise UnsupportedModelError(f"{fault}; allowed: algorithm.oar.importance={named(copies=False)}") from error
+                raise UnsupportedModelError(
+                    f"{fault}; allowed: algorithm.oar.importance={named(copies=False)}"
+                ) from error
             differs = change(behind_NV, whole_NV, rounding(whole_NV))
             if differs:
                 message = "%s: logits behind a cached prefix are wrong: %s; masked copies run whole, which takes longer"

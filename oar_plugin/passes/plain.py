@@ -177,7 +177,7 @@ def copies_importance(
     max_tokens: int,
     max_over_ranks: Callable[[int], int],
 ) -> Tensor:
-    """Importance from masked copies, float32 `[B, L]`; all tensors are on the CPU, the arguments those of `batch_importance`."""
+    """Importance from masked copies, float32 `[B, L]`. All tensors are on the CPU; for the arguments see `batch_importance`."""
     device, wanted, importance_BL = next(model.parameters()).device, {}, torch.zeros(token_BL.shape)
     for row in (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0].tolist():
         keep_L = mask_BL[row]

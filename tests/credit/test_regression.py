@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from oar_plugin.credit.regression import COLUMNS, DECAY, Regression, of_score, of_value, projected
+from oar_plugin.credit.regression import COLUMNS, DECAY, Regression, projected, token_features
 
 
 def tokens(seed, count=40, size=5):
@@ -74,7 +74,5 @@ def test_projected_states_do_not_depend_on_scale_or_autocast(dtype):
 
 def test_features_end_with_one_which_counts_tokens():
     own, before, doubt = torch.zeros(3, COLUMNS), torch.ones(3, COLUMNS), torch.tensor([0.0, 0.5, 1.0])
-    of_scores, of_values = of_score(own, before, doubt, torch.tensor([-1.0, 0.0, 1.0])), of_value(before, doubt)
-    assert of_scores[:, -4:].tolist() == [[0, -1, 1, 1], [0.5, 0, 0, 1], [1, 1, 1, 1]]
-    assert of_values[:, -2:].tolist() == [[0, 1], [0.5, 1], [1, 1]]
-    assert (of_values[:, COLUMNS:-2] == doubt[:, None]).all()
+    feature_NF = token_features(own, before, doubt, torch.tensor([-1.0, 0.0, 1.0]))
+    assert feature_NF[:, -4:].tolist() == [[0, -1, 1, 1], [0.5, 0, 0, 1], [1, 1, 1, 1]]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from oar_plugin.credit.importance import Rows
-from oar_plugin.credit.importance.decision import Decision, margin_coefficients
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.credit.importance.oar_g import OarG
 from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
@@ -62,7 +61,6 @@ def softmax_less_the_token(logits, noisy, shard):
     ("coefficients", "limits"),
     [
         (of_importance(Fisher), {}),
-        (of_importance(Decision), {}),
         (of_importance(OarG), {"rtol": 1e-9, "atol": 1e-9}),
         (of_importance(OarG, TOKENS), {"rtol": 1e-4, "atol": 1e-3}),
         (softmax_less_the_token, {}),
@@ -80,22 +78,6 @@ some_banned = pytest.mark.parametrize(
     [[], [1, 2, 98], list(range(64)), [column for column in range(SIZE) if column != 70]],
     ids=["none", "some", "a whole shard", "all but one"],
 )
-
-
-@some_banned
-def test_margins_of_equal_logits_and_of_banned_ones(logits, banned):
-    """Half precision has many equal logits, here three in two shards; the first two columns of them are the highest."""
-    logits[1] = logits[1].round()
-    logits[2, [30, 63, 64, 99]] = 20.0
-    logits[:, banned] = -math.inf
-    want = torch.zeros_like(logits)
-    for row, sign in ((row, sign) for row in range(3) for sign in (1, -1)):
-        finite = [column for column in range(SIZE) if logits[row, column] > -math.inf and not want[row, column]]
-        for column in sorted(finite, key=lambda column: -logits[row, column])[:1]:
-            want[row, column] = sign
-    got = in_shards(lambda columns, shard: margin_coefficients(logits[:, columns], shard))
-    assert torch.equal(torch.cat(got, 1), want)
-    assert torch.equal(margin_coefficients(logits), want)
 
 
 @some_banned

@@ -25,8 +25,8 @@ LIMIT_S = 600
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "initializer_range": 0.1}
 FLOAT32, HALF = 1e-4, 0.25
 ASKED = {
-    "fsdp": ["fisher", "fisher joint", "fisher dynamic", "fisher only", "decision", "oar_p"],
-    "megatron": ["fisher", "fisher joint", "fisher dynamic", "fisher only", "decision"],
+    "fsdp": ["fisher", "fisher joint", "fisher dynamic", "fisher only", "oar_p"],
+    "megatron": ["fisher", "fisher joint", "fisher dynamic", "fisher only"],
 }
 BRIDGE = "mbridge" if here.REHEARSAL and not importable("megatron.bridge") else "megatron.bridge"
 MEGATRON = {
@@ -128,7 +128,7 @@ def test_importance_does_not_raise_the_peak_of_a_step(large, log, figures, name)
     for what, peak in peaks.items():
         figures(what, f"{peak / 2**20:.0f} MiB")
     assert peaks["log-probs"] > 0
-    for importance in ("fisher", "decision"):  # with gradients at the embeddings, less than a thousandth of the peak
+    for importance in ("fisher", "entropy"):  # with gradients at the embeddings, less than a thousandth of the peak
         assert peaks[importance] <= 1.01 * max(peaks["update"], peaks["log-probs"]), importance
 
 
@@ -169,7 +169,7 @@ def test_scores_equal_single_copies_of_a_plain_model(suite, figures, settings, w
 
 
 @pytest.mark.needs
-@pytest.mark.parametrize("name", ["fisher", "oar_g", "decision"])
+@pytest.mark.parametrize("name", ["fisher", "oar_g"])
 def test_a_gradient_pass_does_not_wait_for_the_gpu(monkeypatch, name):
     """Any wait before the scores come back raises. transformers itself asks in each forward whether rows are packed."""
     device, mode = ("cpu", lambda _: None) if here.REHEARSAL else ("cuda", torch.cuda.set_sync_debug_mode)

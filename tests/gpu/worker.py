@@ -84,7 +84,7 @@ def memory(engine: Any, tokens: int) -> dict[str, int]:
     update()  # the optimizer's state is there from now on
     infer("fisher")
     peaks = {"update": peak_bytes(update, device), "log-probs": peak_bytes(lambda: infer(None), device)}
-    return peaks | {name: peak_bytes(lambda name=name: infer(name), device) for name in ("fisher", "decision")}
+    return peaks | {name: peak_bytes(lambda name=name: infer(name), device) for name in ("fisher", "entropy")}
 
 
 def main(kind: str, layout: str, folder: str, *asked: str) -> dict[str, Any]:

@@ -54,12 +54,11 @@ def far(model):
 
 
 @pytest.mark.parametrize("probe", ["answer_mean", "answer_joint"])
-@pytest.mark.parametrize("importance", ["fisher", "oar_g", "decision"])
+@pytest.mark.parametrize("importance", ["fisher", "oar_g"])
 def test_scores_are_those_of_float32(model, importance, probe):
-    """Rounding decides which of two near logits is second, and a random model has many near ones."""
-    want, limit = of(model, importance, probe, torch.float32), 2 * CLOSE if importance == "decision" else CLOSE
-    assert distance(of(model, importance, probe), want) < limit
-    assert distance(of(model, importance, probe, autocast=True), want) < limit
+    want = of(model, importance, probe, torch.float32)
+    assert distance(of(model, importance, probe), want) < CLOSE
+    assert distance(of(model, importance, probe, autocast=True), want) < CLOSE
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def sometimes_fails(text):
 
 PATTERNS = [NAMES, NAMES, (), (f"python:{__name__}:sometimes_fails",), ("hash", r"regex:((?:\w|\w\w)+)[.!]$")]
 OWN = "python:tests.own_importance:Saliency"
-IMPORTANCES = ["fisher", "oar_g", "decision", "entropy", "random", "oar_p", "hybrid", "grail", "span_masking", OWN]
+IMPORTANCES = ["fisher", "oar_g", "entropy", "random", "oar_p", "grail", OWN]
 GATES = ["two_level", "bi_level", "top_only", "z_score", "python:tests.own_importance:upper_half"]
 # What an importance may come to in a model that has broken down.
 SPOILT = st.sampled_from([0.0, math.nan, math.inf, -math.inf, -1.0, -5.0, 1e38, 1e-45])
@@ -132,7 +132,6 @@ def test_no_response_stops_a_step_and_each_keeps_its_total_or_is_counted(family,
     tokenizer, token_bytes = tokenizer_and_bytes(family)
     encoded = [tokens(tokenizer, parts)[:400] for parts in responses]
     given = given | ({} if given["answer_patterns"] else {"probe": "last"})
-    given |= {"perturbation": {"budget": 2}} if given["importance"] == "hybrid" else {}
     config = OarConfig.parse(given)
     request = Request.of_step(config, 1, max_response_length=300, replacement_token=tokenizer.pad_token_id)
     rows = [(ids, owned(len(ids), seed), number != 3, 1) for number, ids in enumerate(encoded)]

@@ -215,7 +215,7 @@ def test_a_host_runs_forwards_under_a_tap_of_their_own_with_a_graph_only_for_a_b
         assert taps.tap is None
 
 
-@pytest.mark.parametrize("kind", ["fisher", "oar_g", "decision", TWO, NoisySurprise])
+@pytest.mark.parametrize("kind", ["fisher", "oar_g", TWO, NoisySurprise])
 def test_every_draw_of_every_backward_is_another_one(model, kind):
     first, both = (measure(model, kind, num_draws=draws)[0] for draws in (1, 2))
     for one_T, two_T in zip(first.score_KT, both.score_KT, strict=True):

@@ -6,13 +6,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
-from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.perturbation import Search, units
+from oar_plugin.credit.perturbation import importance_of_units, units
 from oar_plugin.credit.probe import PROBES
 from oar_plugin.passes import masked_copies, rows
 from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
-from oar_plugin.passes.request import Request
 from tests.asked import asked
 from tests.credit.test_golden import every_file, load
 from tests.hosts.engine.world import drawn, one_by_one, outcome
@@ -145,79 +143,42 @@ def test_a_first_token_that_nothing_predicts_stands_for_itself(llama, candidate)
 
 
 def made(prompt, **lengths):
-    """Tokens of prompt and response, segments and gradient; other tokens stand in the midst of the reasoning."""
+    """Tokens of prompt and response, and segments; other tokens stand in the midst of the reasoning."""
     torch.manual_seed(lengths["REASONING"])
     segments = torch.tensor([Segment[name] for name, length in lengths.items() for _ in range(length)])
     segments[4:6] = Segment.OUTSIDE
-    return torch.randint(1, SIZE["vocab_size"], (prompt + len(segments),)), segments, torch.rand(len(segments))
+    return torch.randint(1, SIZE["vocab_size"], (prompt + len(segments),)), segments
 
 
 RESPONSES = {3: made(5, REASONING=30, CONCLUDE=2, ANSWER=3, AFTER=4), 8: made(7, REASONING=12, CONCLUDE=1, ANSWER=1)}
 
 
 def test_a_candidate_ends_with_its_answer():
-    token_T, segments_L, _ = RESPONSES[3]
+    token_T, segments_L = RESPONSES[3]
     candidate = Candidate.of(token_T, segments_L)
     assert torch.equal(candidate.token_T, token_T[: 5 + 35])
     assert (candidate.prompt_length, candidate.answer_start) == (5, 5 + 32)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 10_000])
-@pytest.mark.parametrize(
-    ("budget", "span", "importance"),
-    [
-        (1.0, 1, "oar_p"),
-        (1.0, 4, "oar_p"),
-        (1.0, 1, "span_masking"),
-        (0.3, 1, "hybrid"),
-        (3.0, 2, "hybrid"),
-    ],
-)
-def test_importance_equals_single_copies(llama, budget, span, importance, max_tokens):
-    """All units, spans, and a budget that goes by gradient."""
-    got = copies_of(llama, max_tokens, importance=importance, budget=budget, span=span).importance(RESPONSES, int)
+@pytest.mark.parametrize("span", [1, 4])
+def test_importance_equals_single_copies(llama, span, max_tokens):
+    got = copies_of(llama, max_tokens, span=span).importance(RESPONSES, int)
     assert got.keys() == RESPONSES.keys()
-    for row, (token_T, segments_L, gradient_L) in RESPONSES.items():
-        prompt, answer, asked = len(token_T) - len(segments_L), positions(segments_L, Segment.ANSWER), 0
+    for row, (token_T, segments_L) in RESPONSES.items():
+        prompt, answer = len(token_T) - len(segments_L), positions(segments_L, Segment.ANSWER)
         candidate = Candidate(token_T[: prompt + answer[-1] + 1], prompt, prompt + int(answer[0]))
         all_units = units((segments_L == Segment.REASONING).tolist(), span)
-        search = Search(all_units, len(segments_L), budget, gradient_L.tolist() if importance == "hybrid" else None)
-        while search.wanted:
-            asked += len(search.wanted)
-            search.send(one_by_one(llama, candidate, search.wanted))
-        want = search.importance.float()
-        assert (asked < len(all_units)) == (budget != 1)
+        want = importance_of_units(all_units, one_by_one(llama, candidate, all_units), len(segments_L))
         assert got[row].dtype == torch.float32
         torch.testing.assert_close(got[row], want, rtol=1e-5, atol=1e-7 * want.max().item())
         assert ((got[row] > 0) == (segments_L == Segment.REASONING)).all()
         assert (got[row] >= 0).all()
 
 
-def test_span_masking_is_the_drop_of_the_answers_log_probability_without_a_tenth_of_the_response(llama):
-    """Each token gets its share of the drop; a span without which the answer is more likely gets nothing."""
-    config = OarConfig(importance="span_masking", probe="answer_joint")
-    request = Request.of_step(config, 1, replacement_token=0)
-    token_T, segments_L, gradient_L = made(5, REASONING=97, ANSWER=3)
-    reasoning, drops = positions(segments_L) + 5, []
-
-    def log_prob(ids_T):
-        log_p = llama(ids_T[None]).logits[0, -4:-1].log_softmax(-1)
-        return log_p.gather(-1, token_T[-3:, None]).mean().item()
-
-    spans = reasoning.split(10)  # 95 tokens
-    for span in spans:
-        drops += [log_prob(token_T) - log_prob(token_T.index_fill(0, span, 0))]
-    got = MaskedCopies(llama, request, 10_000).importance({0: (token_T, segments_L, gradient_L)}, int)[0]
-    want = [max(drop, 0.0) / len(span) for span, drop in zip(spans, drops, strict=True) for _ in span]
-    assert len(spans) == 10
-    assert min(drops) < 0 < max(drops)
-    assert got[reasoning - 5].tolist() == pytest.approx(want, rel=1e-5)
-
-
 @pytest.mark.parametrize("mine", [{}, {8}, {3, 8}])
-@pytest.mark.parametrize(("importance", "rounds"), [("oar_p", 1), ("span_masking", 2)])
-def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, importance, rounds, mine):
-    """Under FSDP: a process without responses idles through all rounds, and idling changes no number."""
+def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, mine):
+    """Under FSDP: a process without responses idles, and idling changes no number."""
     most, asked = 40, []
 
     def max_over_ranks(forwards):
@@ -225,12 +186,11 @@ def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, impor
         return most
 
     wanted = {row: RESPONSES[row] for row in mine}
-    copies = copies_of(llama, 1, importance=importance)
+    copies = copies_of(llama, 1)
     alone = copies.importance(wanted, int)
     calls.clear()
     got = copies.importance(wanted, max_over_ranks)
-    assert len(asked) == rounds
-    assert all(forwards < most for forwards in asked[1:])
-    assert len(calls) == sum(max(most, forwards) for forwards in asked)
+    (forwards,) = asked
+    assert len(calls) == max(most, forwards)
     assert got.keys() == alone.keys()
     assert all(torch.equal(got[row], alone[row]) for row in got)

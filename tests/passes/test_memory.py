@@ -16,7 +16,7 @@ from tests.passes.batch import random_model
 
 CHUNK, VOCABULARY, HIDDEN = 16, 20_000, 8
 FLOAT32 = CHUNK * VOCABULARY * 4  # bytes of a chunk of logits
-NAMES = ("fisher", "oar_g", "decision", "grail", "python:tests.own_importance:Saliency")
+NAMES = ("fisher", "oar_g", "grail", "python:tests.own_importance:Saliency")
 CASES = [(name, probe) for name in NAMES for probe in ("answer_mean", "answer_joint")]
 
 

@@ -11,13 +11,12 @@ import torch
 from oar_plugin.passes import prediction
 from oar_plugin.passes.plain import batch_importance, predicted_importance
 from oar_plugin.passes.predicted_batch import PredictedBatch
-from oar_plugin.passes.prediction import ScorePredictor, ValuePredictor, agreement, predictor_of
+from oar_plugin.passes.prediction import Predictor, agreement, predictor_of
 from tests.asked import asked
 from tests.hosts.engine import world
 from tests.passes.batch import padded, rows_of
 
 SHARED = {"amortize": {"share": world.SHARE}, "temperature": 0.7}
-SIGNS = torch.tensor([1, -1, -1, 1])
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +24,11 @@ def few_tokens(monkeypatch):
     monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
 
 
-def predict(model, predictor, request, max_tokens=2**13, batch=None, signs=SIGNS):
-    return predicted_importance(model, request, predictor, *(batch or padded(rows_of())), signs, max_tokens)
+def predict(model, predictor, request, max_tokens=2**13):
+    return predicted_importance(model, request, predictor, *padded(rows_of()), max_tokens)
 
 
-@pytest.mark.parametrize("importance", ["fisher", "oar_g", "oar_p", "hybrid"])
+@pytest.mark.parametrize("importance", ["fisher", "oar_g", "oar_p"])
 def test_some_rows_are_scored_as_ever_and_the_others_are_predicted(model, importance):
     request = asked(importance, replacement_token=world.PAD, **SHARED)
     batch, predictor = padded(rows_of()), predictor_of(request.config)
@@ -61,20 +60,20 @@ def test_a_first_step_scores_no_more_than_it_needs(model, monkeypatch):
     assert (importance[predicted_B] > 0).any(-1).all()
 
 
-@pytest.mark.parametrize("asks", [{"importance": "fisher", **SHARED}, {"importance": "value"}])
-def test_micro_batches_do_not_matter_and_the_model_is_left_as_it_was(model, asks):
-    together, alone = (predictor_of(asked(**asks).config) for _ in range(2))
+def test_micro_batches_do_not_matter_and_the_model_is_left_as_it_was(model):
+    request = asked(**SHARED)
+    together, alone = (predictor_of(request.config) for _ in range(2))
     for _ in range(2):
-        a, _ = predict(model, together, asked(**asks))
-        b, _ = predict(model, alone, asked(**asks), max_tokens=1)
+        a, _ = predict(model, together, request)
+        b, _ = predict(model, alone, request, max_tokens=1)
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-7)
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("asks", [{"importance": "fisher", "amortize": {"share": 1e-9}}, {"importance": "value"}])
-def test_predicted_rows_keep_nothing_for_a_backward(model, asks):
-    """A resumed run begins with a new predictor: `fisher` scores all rows of its first step."""
-    predictor, kept = predictor_of(asked(**asks).config), []
+def test_predicted_rows_keep_nothing_for_a_backward(model):
+    """A resumed run begins with a new predictor, which scores all rows of its first step."""
+    request = asked(amortize={"share": 1e-9})
+    predictor, kept = predictor_of(request.config), []
     for step in range(2):
         kept.append(0)
 
@@ -83,22 +82,8 @@ def test_predicted_rows_keep_nothing_for_a_backward(model, asks):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            predict(model, predictor, asked(**asks))
-    assert (kept[0] > 0) == (asks["importance"] == "fisher")
-    assert kept[1] == 0
-
-
-def test_values_learn_from_earlier_steps_and_only_from_responses_with_an_advantage(model):
-    request = asked("value")
-    one, same, none = (predictor_of(request.config) for _ in range(3))
-    first, _ = predict(model, one, request)
-    assert not first.any(), "nothing was learned before the first step"
-    assert predict(model, one, request)[0].any()
-    predict(model, same, request, signs=SIGNS * torch.tensor([1, 1, 0, 0]))
-    assert same.regression.tokens < one.regression.tokens
-    predict(model, none, request, signs=torch.zeros(4, dtype=torch.long))
-    assert none.regression.tokens == 0
-    assert not predict(model, none, request)[0].any()
+            predict(model, predictor, request)
+    assert kept[0] > kept[1] == 0
 
 
 def test_predictions_that_agree_too_little_double_the_share_and_say_so_once(model, caplog, monkeypatch):
@@ -118,8 +103,7 @@ def test_predictions_that_agree_too_little_double_the_share_and_say_so_once(mode
 
 def test_a_response_without_usable_scores_teaches_nothing(monkeypatch):
     monkeypatch.setattr(prediction, "ENOUGH", 1)
-    config = asked("fisher", **SHARED).config
-    clean, spoiled = ScorePredictor(config), ScorePredictor(config)
+    clean, spoiled, zeros = (Predictor(world.SHARE, 0.3) for _ in range(3))
     features = _features(2)
     scores_T = torch.rand(len(features.packed.token_T)) + 0.1
     for predictor, bad in ((clean, torch.nan), (spoiled, torch.inf)):
@@ -127,7 +111,6 @@ def test_a_response_without_usable_scores_teaches_nothing(monkeypatch):
         predictor.end_step(lambda tensor: tensor, torch.device("cpu"))
     assert clean.regression.tokens == (features.response_N == 0).sum()
     assert torch.equal(clean.predict(features), spoiled.predict(features))
-    zeros = ScorePredictor(config)
     zeros.learn(features, torch.zeros_like(scores_T))
     zeros.end_step(lambda tensor: tensor, torch.device("cpu"))
     assert zeros.regression.tokens == 0
@@ -136,9 +119,9 @@ def test_a_response_without_usable_scores_teaches_nothing(monkeypatch):
 def test_a_prediction_that_is_not_finite_stays_so(monkeypatch):
     """The gate then lets the response fall back, and a metric counts it."""
     monkeypatch.setattr(prediction, "ENOUGH", 1)
-    predictor, features = ValuePredictor(), _features(1)
+    predictor, features = Predictor(world.SHARE, 0.3), _features(1)
     features._hidden_TP[-1] = torch.nan
-    predictor.learn(features, torch.tensor([1]))
+    predictor.learn(features, torch.rand(len(features.packed.token_T)) + 0.1)
     predictor.end_step(lambda tensor: tensor, torch.device("cpu"))
     assert predictor.regression.tokens > 0
     assert not predictor.predict(features).isfinite().all()
@@ -154,7 +137,7 @@ def test_engines_that_score_too_few_for_predictions_are_asked_for_all(monkeypatc
         predictor_of(request.config), request, packed, every_B, lambda x: x, torch.device("cpu"), given
     )
     scores = prediction.Scores(request.importance_object, 20, torch.device("cpu"), True)
-    batch.field(packed, scores, -torch.rand(20), [0, 1], torch.ones(2))
+    batch.field(packed, scores, -torch.rand(20), [0, 1])
     batch.learn(torch.arange(2), rows)
     assert batch.end_step(every_B)[:, 3].tolist() == pytest.approx([share] * 2)
 
@@ -164,7 +147,7 @@ def _features(responses):
     offsets = torch.arange(0, 10 * responses + 1, 10)
     segments_T = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1, 1, 1]).repeat(responses)
     packed = prediction.Packed(torch.arange(10 * responses), segments_T, offsets)
-    scores = prediction.Scores(asked("value").importance_object, 10 * responses, torch.device("cpu"), True)
+    scores = prediction.Scores(asked("random").importance_object, 10 * responses, torch.device("cpu"), True)
     scores.hidden_TP.normal_(generator=generator)
     return prediction.Features(packed, scores, -torch.rand(10 * responses, generator=generator))
 

@@ -26,22 +26,17 @@ def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of
 @pytest.mark.parametrize(
     ("settings", "importance", "copies"),
     [
-        ({}, "fisher", None),
-        ({"importance": "python:tests.own_importance:Saliency"}, "python:tests.own_importance:Saliency", None),
-        ({"importance": "oar_p"}, "oar_p", (1.0, 1)),
-        ({"importance": "hybrid", "perturbation": {"span": 4}}, "hybrid", (0.3, 4)),
-        ({"importance": "span_masking"}, "span_masking", (10, 1)),
-        ({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, "fisher", None),
-        ({"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": "decision"}}, "decision", None),
+        ({}, "fisher", False),
+        ({"importance": "python:tests.own_importance:Saliency"}, "python:tests.own_importance:Saliency", False),
+        ({"importance": "oar_p", "perturbation": {"span": 4}}, "oar_p", True),
+        ({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, "fisher", False),
+        ({"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": "grail"}}, "grail", False),
     ],
 )
 def test_copies_go_to_the_actor_unless_engines_run_them_and_all_travels_as_plain_values(settings, importance, copies):
-    """`copies`: budget and span."""
     request = Request.of_step(OarConfig.parse(settings), 5, importance_only=True, replacement_token=7)
     assert request.importance == importance
-    assert (request.importance_object.copies is None) == (copies is None)
-    if copies:
-        assert (request.config.budget, request.config.perturbation.span) == copies
+    assert request.importance_object.copies == copies
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
 
 

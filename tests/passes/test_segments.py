@@ -87,7 +87,6 @@ def status_of(rows, patterns=(SLOW,), tokenizer=TOKENIZER):
 
 
 def test_a_search_that_fails_falls_back_and_says_so_once(caplog):
-    module.warn_once.cache_clear()
     names = status_of(rows_of("good 5", "bad", "worse", "unneeded"))
     assert names == ["SCORED", "SEARCH_FAILED", "SEARCH_FAILED", "NOT_NEEDED"]
     (record,) = caplog.records

@@ -1,6 +1,5 @@
 """verl's reward function: paid is an answer that equals the ground truth, and nothing stalls training."""
 
-import itertools
 import logging
 import math
 from decimal import Decimal
@@ -67,7 +66,6 @@ def test_a_ground_truth_of_any_type_means_its_text_and_of_several_any_is_right(a
     "truth", [None, float("nan"), np.float64("nan"), Decimal("nan"), "", " ", [], [None], {}, math.inf]
 )
 def test_a_row_without_a_ground_truth_pays_nothing_and_is_named(truth, caplog, monkeypatch):
-    monkeypatch.setitem(reward._faults, "no_truth", itertools.count(1))
     for answer in ("None", "nan", "inf", "[]", "{}"):
         row = compute_score("set", rf"\boxed{{{answer}}}", truth, extra_info={"index": 17})
         assert (row["score"], row["no_truth"]) == (0.0, 1.0)

@@ -5,12 +5,12 @@ README.md says how others did.
 """
 
 import torch
+from oar_plugin.credit.importance.decision import Decision
 from torch import Tensor
 
 from benchmarks.candidates.learning.onward import Onward, decision
 from oar_plugin.credit.gate import relative, two_level
 from oar_plugin.credit.importance import Importance, Parts
-from oar_plugin.credit.importance.decision import Decision
 
 __all__ = ["Doubted", "EntropyFactor", "Onward", "inverted", "spare"]
 

@@ -49,7 +49,9 @@ def _check_coefficients(kind: type[Importance], number: int, pooled: bool) -> No
         backward = kind.backwards[number]
         logits_NV = NUMBERS_37[chosen, columns].clone()
         token_N = None if pooled else torch.tensor([0, 3, 6])[chosen]
-        entropy_N = torch.tensor([0.2, 1, 5])[chosen] if backward.rows == "reasoning" and "entropy" in kind.reads else None
+        entropy_N = (
+            torch.tensor([0.2, 1, 5])[chosen] if backward.rows == "reasoning" and "entropy" in kind.reads else None
+        )
         clean_NV = logits_NV + 0.1 * logits_NV.cos() if pooled and backward.noise else None
         rows = Rows(logits_NV, token_N, torch.arange(3)[chosen], entropy_N, clean_NV, vocabulary=shard)
         given.append(logits_NV)

@@ -197,7 +197,9 @@ class _Asking:
 
     answer: dict[str, Tensor]
 
-    def __init__(self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str]) -> None:
+    def __init__(
+        self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str]
+    ) -> None:
         self._workers, self._request, self._step = workers, request, step
         self._needed_B1, self._fields, self.answer = needed_B.long()[:, None], fields, {}
 

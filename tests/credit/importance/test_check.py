@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
+from oar_plugin.credit.importance.value import Value
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.gate import gate_of
@@ -18,7 +19,6 @@ from oar_plugin.credit.importance import (
     without_copies,
 )
 from oar_plugin.credit.importance.check import check
-from oar_plugin.credit.importance.value import Value
 from tests import own_importance
 from tests.own_importance import Saliency
 

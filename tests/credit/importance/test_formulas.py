@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from oar_plugin.credit.importance import Parts, Rows
-from oar_plugin.credit.importance.decision import Decision
+from oar_plugin.credit.importance import Rows
 from oar_plugin.credit.importance.fisher import Fisher, fisher_coefficients
 from oar_plugin.credit.importance.grail import Grail
 from oar_plugin.credit.importance.oar_g import OarG, joint_coefficients, kl_coefficients
@@ -85,30 +84,3 @@ def test_banned_tokens_count_nothing():
     got = divergence(log_distribution(reference), log_distribution(outcome), "answer_mean")
     want = divergence(log_distribution(reference[:2]), log_distribution(outcome[:, :2]), "answer_mean")
     torch.testing.assert_close(got, want)
-
-
-# ---- decision
-
-
-def test_decision_starts_from_margins_with_a_sign_a_row_and_hardly_from_open_rows():
-    """Each row's scalar is +-exp(-H) (highest logit - next), the same sign for all columns."""
-    logits = torch.randn(40, 9, dtype=torch.float64, requires_grad=True)
-    first_N, next_N = logits.topk(2).values.unbind(-1)
-    (margin_NV,) = torch.autograd.grad((first_N - next_N).sum(), logits)
-    entropy_N = torch.linspace(0, 3, 40, dtype=torch.float64)
-    rows = Rows(logits.detach(), torch.zeros(40).long(), torch.arange(40), entropy_N)
-    got = Decision().coefficients(0, rows)
-    sign_N = (got * margin_NV).sum(-1).sign()
-    torch.testing.assert_close(got, sign_N[:, None] * torch.exp(-entropy_N)[:, None] * margin_NV)
-    assert 10 < (sign_N == 1).sum() < 30
-
-
-def test_decision_by_hand():
-    """Gradients of 3 and 4, embeddings of the lengths 2 and 1 in four dimensions; entropies that count 0, 1/2 and 3/4."""
-    gradient, embedding = torch.tensor([[3.0, 0, 0, 0], [0, 4, 0, 0]]), torch.tensor([[0, 0, 2.0, 0], [1, 0, 0, 0]])
-    score = Decision().score(gradient, embedding)
-    assert score.tolist() == [9 * 4 / 4, 16 * 1 / 4]
-    entropy_BL = torch.tensor([[0.0, 0.5 * math.log(2) ** 0.5, 0.5 * math.log(4) ** 0.5]])
-    nothing = torch.zeros(1, 3)
-    parts = Parts(torch.full((1, 1, 3), 9.0), nothing == 0, nothing.long(), {"entropy": entropy_BL})
-    torch.testing.assert_close(Decision().combine(parts), torch.tensor([[0.0, 3 * 0.5, 3 * 0.75]]))

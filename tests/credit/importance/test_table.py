@@ -15,12 +15,8 @@ PACKAGE = Path(oar_plugin.__file__).parent
 PLANS = {
     "fisher": ([(0, 0)], [(0, 1)], {"arbitrary_scale"}),
     "oar_g": ([(None, 0), (0, 0)], [(0, 1)], {"noisy"}),
-    "decision": ([(0, 0)], [(0, 1)], {"reasoning_rows"}),
     "oar_p": ([], [], set()),
-    "hybrid": ([(0, 0)], [(0, 1)], set()),
     "grail": ([(0, 0)], [(0, 1)], set()),
-    "span_masking": ([], [], set()),
-    "value": ([], [], {"arbitrary_scale"}),
     "entropy": ([(None, 0)], [], {"reasoning_rows"}),
     "random": ([], [], set()),
 }

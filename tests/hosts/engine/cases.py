@@ -1,4 +1,4 @@
-"""What the workers run, by name. A case is a table, a layout and a request, as "megatron tp2 sp decision only".
+"""What the workers run, by name. A case is a table, a layout and a request, as "megatron tp2 sp onward last".
 
 Each table says for a layout, which is built once, what is asked of it; results have the cases' names.
 """
@@ -14,11 +14,10 @@ from oar_plugin.hosts.verl.capabilities import host_version
 from tests.hosts.engine import world
 
 WORDS: dict[str, dict[str, Any]] = {
-    **{name: {"importance": name} for name in ("fisher", "oar_g", "decision", "grail", "entropy", "random")},
+    **{name: {"importance": name} for name in ("fisher", "oar_g", "grail", "entropy", "random")},
     "onward": {"importance": "python:benchmarks.candidates.learning:Onward"},  # two backwards
     "own": {"importance": "python:tests.own_importance:Saliency"},
     "oar_p": {"importance": "oar_p", "replacement_token": world.PAD},
-    "hybrid": {"importance": "hybrid", "replacement_token": world.PAD, "budget": 0.3},
     "span": {"span": 4},
     "sampled": {"replacement_token": None},
     "last": {"probe": "last"},
@@ -29,12 +28,10 @@ WORDS: dict[str, dict[str, Any]] = {
     "loud": {"sigma": 0.2},  # changes routes
     "again": {},
     "shared": {"amortize": {"share": world.SHARE}},
-    "value": {"importance": "value"},
     "fails": {"answer_patterns": (f"python:{world.__name__}:fails_on_a_rank",)},
 }
 OTHERS = ["entropy", "random", "own", "grail"]
-EVERYTHING = ["fisher", "decision", "oar_p"]
-PREDICTED = ["fisher shared", "value"]
+EVERYTHING = ["fisher", "oar_p"]
 
 
 def _probed(*importances: str) -> list[str]:
@@ -45,63 +42,62 @@ SINGLE: dict[str, list[str]] = {
     "packed": [
         *_probed("fisher", "oar_g", "oar_p"),
         *(f"{name} {how}" for name in EVERYTHING for how in ("dynamic", "only")),
-        *(*OTHERS, "entropy only", "fisher again", "decision", "onward", "onward last"),
-        *("oar_p span", "oar_p sampled", "hybrid"),
-        *("fisher shared", "fisher shared dynamic only", "oar_p shared", "value", "value dynamic only"),
+        *(*OTHERS, "entropy only", "fisher again", "onward", "onward last"),
+        *("oar_p span", "oar_p sampled", "fisher shared", "fisher shared dynamic only", "oar_p shared"),
     ],
     **({"compiled": ["fisher"]} if shutil.which("g++") else {}),  # torch's compiler calls it on a CPU
     "offload": ["fisher"],
     "activations": ["fisher", "own"],
     **{key: [*EVERYTHING, "fisher shared"] for key in ("padded", "checkpointing", "lora", "bf16", "fsdp1")},
-    "fp16": ["fisher", "decision"],
+    "fp16": ["fisher"],
     "capped": ["fisher", "own", "oar_p"],  # a Gemma 2, with soft-capped logits
 }
 DOUBLE: dict[str, list[str]] = {
-    "fsdp2": [*EVERYTHING, "hybrid", *PREDICTED],
+    "fsdp2": [*EVERYTHING, "fisher shared"],
     "checkpointing": ["fisher"],
     "padded": ["fisher"],
-    "fsdp1": ["decision", "onward"],
+    "fsdp1": ["onward"],
     # verl's fused kernels. With FSDP2 they cannot train a model with an untied head: its weight is sharded by itself.
-    "fused tied": [*EVERYTHING, "fisher joint", "fisher draws3 only", "own", "entropy", *PREDICTED],
+    "fused tied": [*EVERYTHING, "fisher joint", "fisher draws3 only", "own", "entropy", "onward", "fisher shared"],
     **{f"fused {how}": ["fisher"] for how in ("padded tied", "checkpointing tied", "fsdp1")},
-    "wrapped": ["fisher", "fisher joint", "decision"],
-    "ulysses fp16": ["fisher", "decision"],
+    "wrapped": ["fisher", "fisher joint"],
+    "ulysses fp16": ["fisher"],
     "ulysses": [
-        *(*EVERYTHING, *OTHERS, "fisher joint", "fisher fails", "oar_g", "oar_p joint", "oar_p sampled", "oar_p fails"),
-        *PREDICTED,
+        *(*EVERYTHING, *OTHERS, "onward", "fisher joint", "fisher fails", "fisher shared", "oar_g"),
+        *("oar_p joint", "oar_p sampled", "oar_p fails"),
     ],
     "ulysses fused tied": ["fisher", "oar_p", "oar_p shared"],
 }
 if host_version().startswith("0.8."):  # it cuts all rows of a padded micro-batch at the same place
     del DOUBLE["fused padded tied"]
 MEGATRON: dict[str, list[str]] = {
-    "tp2": ["fisher", "fisher joint", "decision"],
+    "tp2": ["fisher", "fisher joint", "onward"],
     "tp2 sp": [
         *_probed("fisher", "oar_g"),
         *(f"fisher {how}" for how in ("again", "dynamic", "only", "draws3")),
-        *("decision", "decision only", "onward", *OTHERS, *PREDICTED, "fisher shared only"),
+        *("onward", *OTHERS, "fisher shared", "fisher shared only"),
     ],
     **{f"tp2 sp {how}": ["fisher"] for how in ("full", "selective", "padded")},
-    "tp2 vocabulary": ["fisher", "decision"],
+    "tp2 vocabulary": ["fisher", "onward"],
     "pp2": [
         *("fisher", "fisher fails", "fisher dynamic", "fisher only", "fisher draws3"),
-        *("oar_g", "decision", "random", *PREDICTED, "fisher shared dynamic"),
+        *("oar_g", "onward", "random", "fisher shared", "fisher shared dynamic"),
     ],
     "pp2 full": ["fisher"],
-    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward", *PREDICTED],
-    "cp2": [*_probed("fisher", "oar_g"), "fisher fails", "fisher dynamic", "decision", "random", *PREDICTED],
+    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward", "fisher shared"],
+    "cp2": [*_probed("fisher", "oar_g"), "fisher fails", "fisher dynamic", "onward", "random", "fisher shared"],
     **{f"cp2 {how}": ["fisher"] for how in ("padded", "dropout")},
-    "dp2": ["fisher", "fisher dynamic", *PREDICTED],
+    "dp2": ["fisher", "fisher dynamic", "fisher shared"],
     "dp2 overlap": ["fisher"],
     # Last: mbridge remembers of a tied model, in its class, that it has no output layer.
     "tied tp2 sp": ["fisher"],
-    "tied pp2": ["fisher", "decision"],
+    "tied pp2": ["fisher", "onward"],
 }
 # Mixtures of experts. "dp2" splits the rows: tokens go to experts of another rank, which has other rows. Replay (r2, r3)
 # comes last: verl's patch of the router stays.
 MIXTURE: dict[str, list[str]] = {
     "dp2": ["fisher"],
-    "ep2 dp2": ["fisher", "fisher dynamic", "oar_g", "decision"],
+    "ep2 dp2": ["fisher", "fisher dynamic", "oar_g", "onward"],
     "ep2 dp2 aux full": ["fisher", "oar_g"],
     "ep2 dp2 bias": ["fisher"],
     "tp2 sp": ["oar_g"],
@@ -114,7 +110,7 @@ FOUR = {
     "ep2 tp2 sp etp1 pp2 r2": ["fisher", "oar_g loud"],
     "ep2 tp2 sp etp1 pp2 r3 full": ["fisher", "oar_g"],
 }
-EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "decision", *OTHERS, *PREDICTED]}
+EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward", *OTHERS, "fisher shared"]}
 TABLES = {"single": SINGLE, "double": DOUBLE, "megatron": MEGATRON, "mixture": MIXTURE, "four": FOUR, "eight": EIGHT}
 
 
@@ -142,7 +138,7 @@ def model_of(folder: Path | str, words: str) -> Path:
 
 @cache
 def want(root: Path, case: str) -> dict[int, torch.Tensor]:
-    """Importance of each scored response in the plainest way. Not of what is random, drawn, or within a budget."""
+    """Importance of each scored response in the plainest way. Not of what is random or drawn."""
     words = set(case.split())
     if "fails" in words:
         scored = want(root, case.replace(" fails", ""))
@@ -151,12 +147,11 @@ def want(root: Path, case: str) -> dict[int, torch.Tensor]:
     if words & {"megatron", "eight", "mixture", "four"}:
         folder, dtype = model_of(root / "megatron", case), torch.float64
     probe = request(" ".join(words & {"last", "joint"})).get("probe", "answer_mean")
-    if words & {"shared", "value"}:
-        scores = None if "value" in words else partial(want, root, case.replace(" shared", ""))
-        return world.predicted(folder, scores, dtype)
+    if "shared" in words:
+        return world.predicted(folder, partial(want, root, case.replace(" shared", "")), dtype)
     if "oar_p" in words:
         return world.counterfactual(folder, probe, span=4 if "span" in words else 1, sampled="sampled" in words)
-    (importance,) = words & {"fisher", "oar_g", "decision", "grail", "onward", "entropy", "own"}
+    (importance,) = words & {"fisher", "oar_g", "grail", "onward", "entropy", "own"}
     columns = world.COLUMNS if "vocabulary" in words else None
     sigma = request(" ".join(words & {"loud"})).get("sigma", world.SIGMA)
     replay = "".join(words & {"r2", "r3"})
@@ -169,7 +164,7 @@ def tolerance(case: str) -> float:
     if "oar_g" in words:
         # float32's rounding of P_noisy - P at sigma = 1e-3 (see credit/test_golden.py), which the joint probe has not.
         return 1e-4 if "joint" in words else 5e-3
-    if words & {"shared", "value"}:
+    if "shared" in words:
         return 1e-4  # the fit of few tokens
     if "own" in words:
         return 1e-4  # <g, e> adds up terms of both signs, and what is left of them has fewer digits than a norm

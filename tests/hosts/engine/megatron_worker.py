@@ -56,7 +56,7 @@ LAYOUT_WORDS: dict[str, dict[str, Any]] = {
     "r3": {"router_replay": EngineRouterReplayConfig(mode="R3")},
     **{word: {} for word in ("one", "dp2", "vocabulary", "tied", "bias")},
 }
-BYTES = {"tp2": ["fisher", "oar_g", "decision"], "tp2 sp": ["fisher"], "cp2": ["fisher", "fisher joint"]}
+BYTES = {"tp2": ["fisher", "oar_g"], "tp2 sp": ["fisher"], "cp2": ["fisher", "fisher joint"]}
 
 
 def engine_of(folder: str, layout: str, host_only: bool = False) -> Any:

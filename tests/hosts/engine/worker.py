@@ -78,18 +78,18 @@ for name, layout in (
 
 def batch(rows: list[int], *how: bool) -> TensorDict:
     encoded = world.encode()
-    data = batch_of([encoded[i] for i in rows], [world.SIGNS.get(i, world.ROWS[i][2]) for i in rows], *how)
+    data = batch_of([encoded[i] for i in rows], [world.ROWS[i][2] for i in rows], *how)
     return data
 
 
 def batch_of(
     encoded: list[tuple[torch.Tensor, torch.Tensor]],
-    needed: list[int],
+    needed: list[bool],
     packed: bool = True,
     dynamic: bool = False,
     fused: bool = False,
 ) -> TensorDict:
-    """What verl hands to an engine: of prompts and responses, and of the sign of each response's advantage."""
+    """What verl hands to an engine: of prompts and responses, and whether to score each response."""
     prompts, responses = zip(*encoded, strict=True)
     ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
     masks = [torch.ones_like(response) for response in responses]
@@ -214,8 +214,9 @@ def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
     fields = {"prompts": prompt_BP, "responses": token_BT[:, before:], "response_mask": real_BT[:, before:]}
     fields |= {"input_ids": token_BT, "attention_mask": real_BT, "position_ids": (real_BT.cumsum(-1) - 1).clamp(0)}
     workers = SimpleNamespace(compute_log_prob=lambda data: engine.infer_batch(with_sizes(data))["model_output"])
-    sign_B = torch.tensor([world.SIGNS.get(row, needed) for row, (*_, needed) in enumerate(world.ROWS)])
-    asking = _Asking(workers, sign_B, request_of(**cases.request(words)), 1, FIELDS)
+    asking = _Asking(
+        workers, torch.tensor([needed for *_, needed in world.ROWS]), request_of(**cases.request(words)), 1, FIELDS
+    )
     with engine.eval_mode():
         asking.compute_log_prob(left_right_2_no_padding(DataProto.from_dict(fields).to_tensordict()))
     return asking.answer
@@ -437,9 +438,7 @@ def single(folder: str) -> dict[str, Any]:
     layers = "full_attention", "linear_attention"
     out["seeing"] = {name: [seeing(folder, name, images) for images in IMAGES] for name in layers}
     out["no way back"] = out_of_memory(build(folder, **LAYOUTS["fsdp1"]))
-    out["to padded"] = {
-        words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "hybrid", "fisher only")
-    }
+    out["to padded"] = {words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "fisher only")}
     return out | afterwards(engine, partial(build, folder))
 
 

@@ -22,8 +22,8 @@ from transformers import (
 from benchmarks.tiny import words
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs, uniform
-from oar_plugin.credit.perturbation import Search, sample_replacements, units
-from oar_plugin.credit.regression import of_score, of_value, projected
+from oar_plugin.credit.perturbation import importance_of_units, sample_replacements, units
+from oar_plugin.credit.regression import projected, token_features
 from oar_plugin.passes.masked_copies import Candidate
 
 MAX_RESPONSE_LENGTH = 40
@@ -48,12 +48,6 @@ ROWS = [
 ]
 SCORED = [0, 1, 3, 4]
 FAILS = 1
-SIGNS = {
-    0: 1,
-    1: -1,
-    3: -1,
-    4: 1,
-}  # of the advantages of the scored responses; the last has no prompt that shows an answer
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, head_dim=8)
 STATUS = ["SCORED", "SCORED", "NOT_NEEDED", "SCORED", "SCORED", "NO_ANSWER", "TRUNCATED", "NO_REASONING"]
 
@@ -203,16 +197,9 @@ def gradient_importance(
     def row_signs(at, seed_1):
         return signs(position_seeds(seed_1.expand(len(at)), torch.arange(len(at))), 0, logits.shape[-1])
 
-    if importance in ("entropy", "onward", "decision"):
-        read = torch.cat([reasoning, answer])
-        log_p = (logits[read - 1].detach() / temperature).log_softmax(-1)
-        scores = entropy = torch.zeros_like(logits[:, 0]).index_put((read,), -(log_p.exp() * log_p).sum(-1))
-    if importance == "decision":
-        first, second = logits[read - 1].topk(2).values.unbind(-1)
-        sign = signs(position_seeds(seed_1.expand(len(read)), torch.arange(len(read))), 0, 1)[:, 0]
-        norms = gradient((sign * (-entropy[read]).exp() * (first - second)).sum()).norm(dim=-1)
-        norms = norms * embedding[0].norm(dim=-1)
-        scores = norms / embedding.shape[-1] ** 0.5 * (1 - (-((entropy / 0.5) ** 2)).exp())
+    if importance in ("entropy", "onward"):
+        log_p = (logits[reasoning - 1].detach() / temperature).log_softmax(-1)
+        scores = entropy = torch.zeros_like(logits[:, 0]).index_put((reasoning,), -(log_p.exp() * log_p).sum(-1))
     if importance == "onward":
         influence = torch.zeros_like(entropy)
         own = position_seeds(seed_1, torch.ones(1), 0)
@@ -254,18 +241,13 @@ def fisher_coefficients(logits_RV: Tensor, sign_RV: Tensor) -> Tensor:
 
 # ---- importance that is predicted
 
-SHARE, ENOUGH = (
-    0.4,
-    30,
-)  # of the responses, by their hashes: two; tokens, more than half of all of them: a first step scores all
+SHARE = 0.4  # of the responses, by their hashes: two
+ENOUGH = 30  # tokens, more than half of all of them: a first step scores all
 
 
 @cache
-def predicted(folder: Path, scores: Callable[[], dict[int, Tensor]] | None, dtype: torch.dtype) -> dict[int, Tensor]:
-    """Importance of each scored response in the second of two steps with the same batch.
-
-    `scores`: of all responses; those of a share are predicted. None: values that are learned from the signs of advantages.
-    """
+def predicted(folder: Path, scores: Callable[[], dict[int, Tensor]], dtype: torch.dtype) -> dict[int, Tensor]:
+    """Importance of each scored response in the second of two steps with the same batch. `scores`: of all responses."""
     model, tokens = load_model(folder, dtype), {}
     for row in SCORED:
         prompt, response = encode()[row]
@@ -276,36 +258,24 @@ def predicted(folder: Path, scores: Callable[[], dict[int, Tensor]] | None, dtyp
         log_p = (output.logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
         doubt_T = torch.zeros(len(ids)).index_put((at_R,), (1 - log_p[at_R - 1].exp()).float())
         hidden_TP, place_R = projected(output.hidden_states[-1][0]), torch.linspace(-1, 1, len(at_R))
-        of_scores = of_score(hidden_TP[at_R], hidden_TP[at_R - 1], doubt_T[at_R], place_R)
-        values = [of_value(hidden_TP[at], doubt_T[at]) for at in (at_R, at_R - 1)]
+        feature_RF = token_features(hidden_TP[at_R], hidden_TP[at_R - 1], doubt_T[at_R], place_R)
         chosen = uniform(~response_seeds(ids, torch.zeros_like(ids), 1, 0), 1)[0, 0] < SHARE
-        tokens[row] = segments, of_scores.double(), [one.double() for one in values], bool(chosen)
+        tokens[row] = segments, feature_RF.double(), bool(chosen)
 
-    def target(row: int) -> Tensor:
-        if scores is None:
-            return torch.full((len(tokens[row][1]),), SIGNS[row] / 2).double()
-        log_R = of_reasoning(row).log()
-        return log_R - log_R.mean()
-
-    def of_reasoning(row: int) -> Tensor:
+    def log_of(row: int) -> Tensor:
         score_R = scores()[row][tokens[row][0] == Segment.REASONING].double()
-        return score_R.clamp_min(1e-6 * score_R.mean())
+        return score_R.clamp_min(1e-6 * score_R.mean()).log()
 
-    def features(row: int) -> Tensor:
-        return tokens[row][2][0] if scores is None else tokens[row][1]
-
-    learned = {row for row in SCORED if tokens[row][3]}
-    weight = dict.fromkeys(SCORED, 1.0) if scores is None else {row: 0.95 + (row in learned) for row in SCORED}
-    gram = sum(weight[row] * features(row).T @ features(row) for row in SCORED)
-    moment = sum(weight[row] * features(row).T @ target(row) for row in SCORED)
+    gram = moment = torch.zeros(())
+    for row, (_, feature_RF, scored) in tokens.items():  # all at the first step, some at the second
+        log_R, weight = log_of(row), 0.95 + scored
+        gram = gram + weight * feature_RF.T @ feature_RF
+        moment = moment + weight * feature_RF.T @ (log_R - log_R.mean())
     fit_F = torch.linalg.solve(gram + 100 * torch.eye(len(gram)).double(), moment)
-    found = {}
-    for row, (segments, of_scores, (after, before), scored) in tokens.items():
-        if scores is None:
-            score_R = (after @ fit_F - before @ fit_F).abs()
-        else:
-            level = sum(of_reasoning(one).log().mean() for one in learned) / len(learned)
-            score_R = scores()[row][segments == Segment.REASONING] if scored else (of_scores @ fit_F + level).exp()
+    levels, found = [log_of(row).mean() for row in SCORED if tokens[row][2]], {}
+    for row, (segments, feature_RF, scored) in tokens.items():
+        score_R = (feature_RF @ fit_F + sum(levels) / len(levels)).exp()
+        score_R = scores()[row][segments == Segment.REASONING] if scored else score_R
         found[row] = torch.zeros(len(segments)).masked_scatter(segments == Segment.REASONING, score_R.float())
     return found
 
@@ -327,14 +297,11 @@ def of_response(model, ids, segments, span=1, **settings):
     return copies_importance(model, Candidate.of(ids, segments), unit_list, len(segments), **settings)
 
 
-def copies_importance(model, candidate, unit_list, length, probe="answer_mean", budget=1.0, replacement=PAD, seed=0):
+def copies_importance(model, candidate, unit_list, length, probe="answer_mean", replacement=PAD, seed=0):
     """OAR-P of a response of this length, float64. `replacement`: that of `one_by_one`; None: drawn with this seed."""
     if replacement is None:
         replacement = drawn(model, candidate.token_T, seed)
-    search = Search(unit_list, length, budget)
-    while search.wanted:
-        search.send(one_by_one(model, candidate, search.wanted, probe, replacement))
-    return search.importance
+    return importance_of_units(unit_list, one_by_one(model, candidate, unit_list, probe, replacement), length)
 
 
 @torch.no_grad()

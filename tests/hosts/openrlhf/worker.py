@@ -19,7 +19,7 @@ RANKS = (0, 2), (3, 1)
 CHECKPOINTED = ["--actor.gradient_checkpointing_enable"]
 CASES = {
     "fisher": {},
-    "hybrid": {"importance": "hybrid"},
+    "oar_p": {"importance": "oar_p"},
     "checkpointed": {"words": CHECKPOINTED},
     "lora": {"lora": 4},
     "no scores": {"scores": False},

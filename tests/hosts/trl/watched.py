@@ -93,9 +93,9 @@ class Watched(OarGRPOTrainer):
         super().__init__(*arguments, **named)
         self.seen: list[Seen] = []
 
-    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request, sign_B: Tensor) -> Tensor:
+    def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request) -> Tensor:
         before, old = self._state(), tiny.weights(self)
-        found = super()._importance(batch, segments_BL, request, sign_B)
+        found = super()._importance(batch, segments_BL, request)
         changed = [name for name, state in self._state().items() if state != before[name]]
         assert not changed, changed
         assert tiny.same_weights(tiny.weights(self), old)

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "deepspeed": {"zero3": {"deepspeed": ZERO_3, "use_cpu": False}},
 }
-IMPORTANCES = ["fisher", "hybrid"]
+IMPORTANCES = ["fisher", "oar_p"]
 COPIES = {"span": 2}
 
 
@@ -96,7 +96,7 @@ def main(kind: str, folder: str) -> dict[tuple[str, str], Any]:
         # As TRL's defaults are. Under DeepSpeed its own settings would have to say bf16.
         defaults = {"gradient_checkpointing": True, "bf16": kind == "torch", "rollout": tiny.drawn}
         plain = whole(train(GRPOTrainer, Path(folder), layout, **defaults))
-        oar = {"importance": "hybrid", "perturbation": COPIES, "beta": 0.0}
+        oar = {"importance": "oar_p", "perturbation": COPIES, "beta": 0.0}
         even = whole(train(Watched, Path(folder), layout, oar=oar, **defaults))
         results[name, "even"] = plain, even
     return results

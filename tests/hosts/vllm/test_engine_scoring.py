@@ -74,7 +74,7 @@ def right(plain):
     def check(task: ScoringTask, result: Any) -> Any:
         if (key := repr(task)) not in known:
             candidate = Candidate(torch.tensor(task.token_ids), task.prompt_length, task.answer_start)
-            settings = task.probe, task.budget, task.replacement_token, task.seed
+            settings = task.probe, task.replacement_token, task.seed
             known[key] = world.copies_importance(plain, candidate, task.units, task.response_length, *settings)
         expected = known[key]
         assert result.fault is None
@@ -115,7 +115,6 @@ def task(seed: int = 0, probe: str = "answer_mean", every: int = 3, span: int = 
         "units": units(reasoning, span),
         "response_length": LENGTH - PROMPT + 5,
         "probe": probe,
-        "budget": 1.0,
         "replacement_token": PAD,
         "seed": 3,
         "priority": 5,
@@ -341,20 +340,19 @@ class TestOneRank(EitherRunner):
         assert result.tokens == (result.copies + result.retried + 1) * LENGTH
 
     @pytest.mark.parametrize(
-        ("changes", "copies"),
+        "changes",
         [
-            ({"span": 5}, None),
-            ({"every": 1, "budget": 40}, 40),
+            {"span": 5},
             # The first token of the response is drawn from a row of the prompt.
-            ({"every": 2, "replacement_token": None}, None),
-            ({"span": 4, "replacement_token": None}, None),
+            {"every": 2, "replacement_token": None},
+            {"span": 4, "replacement_token": None},
         ],
     )
-    def test_of_spans_and_budgets_and_sampled_replacements(self, small, right, changes, copies):
+    def test_of_spans_and_sampled_replacements(self, small, right, changes):
         one = task(seed=1, **changes)
         assert one.units[0] == tuple(range(changes.get("span", 1)))
         result = right(one, small.score(one))
-        assert result.copies == (copies or len(one.units))
+        assert result.copies == len(one.units)
         assert result.retried == 0
 
     def test_a_copy_equal_to_the_response_costs_nothing(self, small, right):
@@ -417,7 +415,7 @@ class TestSecondRunner(EitherRunner):
 
     @pytest.mark.parametrize(
         "changes",
-        [*({"probe": probe, "every": 8} for probe in PROBES), {"every": 2, "replacement_token": None, "budget": 4}],
+        [*({"probe": probe, "every": 8} for probe in PROBES), {"every": 8, "replacement_token": None}],
         ids=str,
     )
     def test_scores_are_those_of_a_plain_model(self, small_v2, right, changes):

@@ -14,7 +14,7 @@ from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, NO_REFERENCE, DrawSpe
 from oar_plugin.hosts.vllm.scorer import RESPONSES_AT_ONCE, Refused, ResponseScorer, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
 
-SETTINGS = {"probe": "answer_mean", "budget": 1.0, "replacement_token": 0, "seed": 0, "response_length": 7}
+SETTINGS = {"probe": "answer_mean", "replacement_token": 0, "seed": 0, "response_length": 7}
 TASK = ScoringTask(token_ids=[*range(1, 9)], prompt_length=2, answer_start=5, units=[(0,), (1, 2)], **SETTINGS)
 REFERENCE, COPY = (1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 0, 4, 5, 6, 7, 8)  # the copy of the first unit
 ROWS = 3.0
@@ -124,7 +124,7 @@ def test_references_outlive_their_copies(monkeypatch):
     monkeypatch.setattr(scorer_module, "tagged_request", tagged_request)
     engine.scorer.throttle = Throttle(8, 1.0)
     units = [(t,) for t in range(30)]
-    task = replace(TASK, token_ids=[1] * 40, answer_start=35, units=units, response_length=38, budget=0.5)
+    task = replace(TASK, token_ids=[1] * 40, answer_start=35, units=units, response_length=38)
 
     async def many():
         return await asyncio.gather(*[engine.scorer.score(task) for _ in range(6 * RESPONSES_AT_ONCE)])
