@@ -90,23 +90,33 @@ GROUPS: dict[str, type[BaseModel]] = {
 
 
 _PREDICTED = "write importance=oar_p with amortize.share=0.125, which predicts scores for seven responses in eight"
+_CONTRAST = "it was behind GRPO; write importance=fisher, the default"
 LEFT = {
     "importance=decision": "on a language model it was no better than random numbers; write importance=fisher, the default",
     "importance=hybrid": f"predicted scores agree better with exact OAR-P beyond position, for fewer passes; {_PREDICTED}",
     "importance=span_masking": "write importance=oar_p with perturbation.span=8, and probe=answer_joint for its definition",
     "importance=value": f"it was not ahead of GRPO; {_PREDICTED}, or importance=fisher",
+    "importance=contrast": _CONTRAST,
+    "importance=contrast_own": _CONTRAST,
     "oar=decision": "its importance was no better than random numbers; leave it out: the default has the same gate",
     "perturbation.budget": "every unit of a response gets a copy; for fewer copies set perturbation.span, or amortize.share",
+    "context": "no importance shows an answer in a prompt; leave it out",
     "advantages": "no importance learns from them; leave it out",
+    "truths": "no importance reads the right answer; leave it out",
 }
-"""Settings, and an argument of `oar_plugin.importance`, that left with version 0.4.0 -> why, and what to write instead."""
-LEFT_DEFAULTS = {"perturbation.budget": None}
+"""Settings, and arguments of `oar_plugin.importance`, that left with version 0.4.0 -> why, and what to write instead."""
+LEFT_DEFAULTS = {
+    "perturbation.budget": None,
+    "context.template": "The right answer is {answer}. {prompt}",
+    "context.truth": None,
+}
 """Keys that left -> their default, which runs of older versions have recorded."""
 
 
 def left(setting: str) -> str | None:
     """A message for a key, or `key=value`, that left the package; None if it has not."""
-    return f"left oar_plugin with 0.4.0: {LEFT[setting]}" if setting in LEFT else None
+    instead = LEFT.get(setting) or LEFT.get(setting.partition(".")[0])
+    return instead and f"left oar_plugin with version 0.4.0: {instead}"
 
 
 def unknown_key(path: Sequence[str], prefix: str = PREFIX) -> str | None:

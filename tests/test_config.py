@@ -4,6 +4,7 @@ import pytest
 
 from oar_plugin.config import DumpConfig, OarConfig, OarConfigError
 from oar_plugin.credit.importance import IMPORTANCES
+from tests.asked import GONE
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,22 @@ from oar_plugin.credit.importance import IMPORTANCES
 def test_what_a_configuration_says(given, values):
     config = OarConfig.parse(given)
     assert {name: getattr(config, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    "given", [*GONE, {"context": {"truth": "answer"}}, {"context.template": "x"}, {"perturbation": {"budget": 0.3}}]
+)
+def test_who_uses_what_left_reads_what_to_write_instead(given):
+    with pytest.raises(
+        OarConfigError, match=r"^algorithm\.oar\..*: left oar_plugin with version 0\.4\.0: .*(write|leave|set)"
+    ):
+        OarConfig.parse(given)
+
+
+def test_a_fallback_that_left_is_told_too():
+    offloads = {"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": "decision"}}
+    with pytest.raises(OarConfigError, match=r"perturbation\.fallback=decision: left .*write importance=fisher"):
+        OarConfig.parse(offloads)
 
 
 # Faults of the names of importances, gates and fallbacks: credit/importance/test_check.py.

@@ -17,6 +17,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.passes import prediction
+from tests.asked import GONE
 from tests.hosts.engine import world
 from tests.passes.batch import error, padded, rows_of, unpadded
 
@@ -271,6 +272,12 @@ def test_advantages_of_another_shape_and_settings_of_importance_are_refused(mode
         oar_plugin.reshape(torch.ones(len(RESPONSES)), credit, num_draws=2)
     with pytest.raises(OarConfigError, match=r"oar_plugin.reshape.perturbation.span: .*allowed here: gate, tau"):
         oar_plugin.reshape(torch.ones(len(RESPONSES)), credit, **{"perturbation.span": 2})
+
+
+@pytest.mark.parametrize("given", GONE)
+def test_what_left_is_refused_with_what_to_write_instead(model, given):
+    with pytest.raises(OarConfigError, match=r"oar_plugin\.importance\..*: left oar_plugin with version 0\.4\.0: "):
+        credit_of(model, **given)
 
 
 def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch):

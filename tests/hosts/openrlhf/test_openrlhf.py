@@ -16,6 +16,7 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.openrlhf import OarAdvantage
 from oar_plugin.hosts.openrlhf.actor import ActorPass, filled
 from oar_plugin.page.sources import read
+from tests.asked import GONE
 from tests.hosts.engine import world
 from tests.hosts.openrlhf import batch, host
 from tests.limits import PROCESS_S
@@ -280,12 +281,13 @@ def test_parts_are_filled_by_length(lengths, most, parts):
         ([], {"base_estimator": "rloo"}, "_args.base_estimator=rloo: "),
         ([], {"importence": "fisher"}, "_args.importence='fisher': unknown key; did you mean"),
         ([], {"tau": 2}, "--algo.advantage.plugin_args.tau=2: "),
+        *(([], given, ": left oar_plugin with version 0.4.0: ") for given in GONE),
         ([], {"answer_patterns": ["x"]}, "--algo.advantage.plugin_args.answer_patterns[0]='x': "),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_runs(patched, folder, words, settings, message):
     args = patched.args(*batch.words(folder, *words, *plugin_words(**settings)))
-    with pytest.raises(OarConfigError, match=r"allowed|less than") as refused:
+    with pytest.raises(OarConfigError, match=r"allowed|less than|left") as refused:
         patched.maker.load_advantage_plugin(args, world.make_tokenizer())
     assert message in str(refused.value)
 

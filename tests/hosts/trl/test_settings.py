@@ -9,6 +9,7 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 from oar_plugin.config import OarConfigError
 from oar_plugin.hosts.trl import OarGRPOTrainer
 from oar_plugin.passes.taps import UnsupportedModelError
+from tests.asked import GONE
 from tests.hosts.trl import tiny
 
 
@@ -28,6 +29,7 @@ def test_all_faults_are_told_at_once_at_construction(tmp_path):
         ({"beta2": 1}, r"oar\.beta2=1: unknown key; did you mean oar\.beta\?"),
         ("fisher", "oar='fisher': must be a mapping"),
         ({"answer_patterns": ["boxed", "x"]}, r"oar\.answer_patterns\[1\]='x': "),
+        *((given, r"oar\..*: left oar_plugin with version 0\.4\.0: ") for given in GONE),
     ],
 )
 def test_settings_that_are_none(tmp_path, oar, said):
