@@ -28,7 +28,7 @@ class Status(enum.IntEnum):
     OUT_OF_MEMORY = 13  # in the actor's pass over its micro-batches
     SEARCH_FAILED = 14  # a pattern of the user's own took too long or raised, or the tokenizer raised
     BAD_REWARD = 15  # it has no reward, or its advantage is NaN or infinite, because its reward or a sibling's is
-    LEARNING = 16  # the importance learns from outcomes, and has not seen enough tokens yet
+    LEARNING = 16  # it was to be predicted, and too few tokens have been scored so far
 
 
 MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # the columns of `measured`
