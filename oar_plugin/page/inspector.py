@@ -18,14 +18,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from markupsafe import Markup
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import GATES
+from oar_plugin.output import printable
 from oar_plugin.page.record import Header, Response
 from oar_plugin.page.sources import steps_text
-from oar_plugin.page.templates import TEMPLATES
 
 KINDS = ("digits", "operators", "words", "marks")
 _COPIED = ("step", "group", "uid", "source", "prompt", "truth", "right", "status")
@@ -33,6 +34,12 @@ _TOOL = max(Segment) + 1  # segment of tokens that a tool wrote
 _UNKNOWN = 2**16 - 1  # NaN in a column of `_rounded` numbers
 _OPERATORS = frozenset("+-*/=<>^%×÷·±−≤≥≠≈√|&")
 _PART_OF_A_CHARACTER = re.compile(r"(\\x[0-9a-f]{2})+")
+_TEMPLATES = jinja2.Environment(  # text is escaped, and its control characters are shown
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+)
 
 
 def inspector_page(responses: Sequence[Response], header: Header, run: str, as_recorded: bool = False) -> str:
@@ -57,7 +64,7 @@ def inspector_page(responses: Sequence[Response], header: Header, run: str, as_r
     title = " · ".join(filter(None, (run, "/".join(header.model.split("/")[-2:]), named))) or "Responses"
     values = {"title": title, "style": style, "script": script, "data": block, "as_recorded": as_recorded}
     settings = [("model", header.model), *header.versions.items(), *header.config.items()]
-    return TEMPLATES.get_template("inspector.html.j2").render(values, of=document, settings=settings)
+    return _TEMPLATES.get_template("inspector.html.j2").render(values, of=document, settings=settings)
 
 
 def kind_of(text: str) -> str:

@@ -143,21 +143,17 @@ class OarGRPOTrainer(GRPOTrainer):
             self._metrics["train"][name].append(value)
         return output | {"advantages": reshaped.advantage_BL}
 
-    def _truth(self, row: dict[str, Any]) -> Any:
-        return next((row[name] for name in TRUTH if row.get(name) is not None), None)
-
     def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request, sign_B: Tensor) -> Tensor:
         """float32 `[B, L]`, of this process's responses."""
         if self._dist.is_zero3:
             self._share_head()
-        inputs, checkpoint = (self.model, batch, segments_BL, request), self.args.gradient_checkpointing
-        most = self.args.per_device_train_batch_size * batch.token_BT.shape[1]  # no more than TRL's own forwards have
         with self.accelerator.autocast():
             return self._credit.importance(
-                *inputs,
-                max_tokens=most,
+                *(self.model, batch, segments_BL, request),
+                # No more than TRL's own forwards have.
+                max_tokens=self.args.per_device_train_batch_size * batch.token_BT.shape[1],
                 max_over_ranks=self._max_over_ranks,
-                checkpoint_activations=checkpoint,
+                checkpoint_activations=self.args.gradient_checkpointing,
                 sign_B=sign_B,
                 sum_over_ranks=partial(self.accelerator.reduce, reduction="sum"),
             )
@@ -186,6 +182,6 @@ class OarGRPOTrainer(GRPOTrainer):
         log_prob_BL = output.get("old_per_token_logps", output.get("sampling_per_token_logps"))
         return {
             "prompt": self._tokenizer.decode(output["prompt_ids"][row][output["prompt_mask"][row].bool()]),
-            "truth": self._truth(inputs[row]),
+            "truth": next((inputs[row][name] for name in TRUTH if inputs[row].get(name) is not None), None),
             "log_probs": None if log_prob_BL is None else log_prob_BL[row],
         }

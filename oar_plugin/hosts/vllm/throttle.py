@@ -1,9 +1,8 @@
 """Limits when masked copies may run in an engine, so that generation has priority."""
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 BESIDE_GENERATION = 8
@@ -26,17 +25,14 @@ class Throttle:
         share: above 0; 1 does not limit time.
         seats: number of requests that the engine runs at once (vLLM's `max_num_seqs`); None: no limit. A copy needs a
             free seat: in a full engine it would wait for generation, and spend credit although it does not run.
-        clock: returns seconds, ascending.
     """
 
-    def __init__(
-        self, max_in_flight: int, share: float, seats: int | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._max_in_flight, self._share, self._seats, self._clock = max_in_flight, share, seats, clock
+    def __init__(self, max_in_flight: int, share: float, seats: int | None = None) -> None:
+        self._max_in_flight, self._share, self._seats = max_in_flight, share, seats
         self._generating = 0
         self.in_flight = 0  # copies that run now
         self._credit_s = 0.0
-        self._settled_at = clock()
+        self._settled_at = 0.0  # the account is empty until something is generated
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -72,7 +68,7 @@ class Throttle:
 
     def _settle(self) -> None:
         """Update the account to the current time. Call this before every change of `_generating` or `in_flight`."""
-        now = self._clock()
+        now = asyncio.get_running_loop().time()
         elapsed_s, self._settled_at = now - self._settled_at, now
         if self._generating:
             rate = self._share - (1.0 if self.in_flight else 0.0)
