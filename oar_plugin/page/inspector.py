@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -31,7 +31,7 @@ from oar_plugin.page.sources import steps_text
 KINDS = ("digits", "operators", "words", "marks")
 _COPIED = ("step", "group", "uid", "source", "prompt", "truth", "right", "status")
 _TOOL = max(Segment) + 1  # segment of tokens that a tool wrote
-_UNKNOWN = 2**16 - 1  # NaN in a column of `_rounded` numbers
+_UNKNOWN = 2**16 - 1  # NaN in a column of rounded numbers
 _OPERATORS = frozenset("+-*/=<>^%×÷·±−≤≥≠≈√|&")
 _PART_OF_A_CHARACTER = re.compile(r"(\\x[0-9a-f]{2})+")
 _TEMPLATES = jinja2.Environment(  # text is escaped, and its control characters are shown
@@ -90,7 +90,7 @@ def _document(
     for name in ("advantage", "reward"):
         rows[name] = [None if x is None or not math.isfinite(x) else x for x in map(attrgetter(name), responses)]
     rows["length"] = [len(response.tokens) for response in responses]
-    rows["segments"] = [_runs(_segments(response)) for response in responses]
+    rows["segments"] = [_segment_runs(response) for response in responses]
     rows["importances"] = [list(response.importance) for response in responses]
     rows["weighted"] = [response.weights is not None for response in responses]
     return {
@@ -112,31 +112,24 @@ def _document(
 
 
 def _columns(responses: Sequence[Response], document: Mapping[str, Any]) -> Iterator[Any]:
-    yield _rounded(_column(responses, [response.log_probs for response in responses]))
-    yield _rounded(_column(responses, [response.entropies for response in responses]))
+    for name in ("log_probs", "entropies"):
+        code = np.rint(100 * np.log1p(5 * np.abs(_column(responses, map(attrgetter(name), responses)))))
+        yield np.where(np.isfinite(code), code, _UNKNOWN).astype("<u2")
     for name in document["importances"]:
-        yield _column(responses, [response.importance.get(name) for response in responses]).astype("<f4")
+        yield _column(responses, (response.importance.get(name) for response in responses)).astype("<f4")
     if document["recorded"]:
-        yield _column(responses, [response.weights for response in responses]).astype("<f4")
+        yield _column(responses, (response.weights for response in responses)).astype("<f4")
 
 
-def _column(responses: Sequence[Response], rows: Sequence[Sequence[float] | None]) -> Any:
+def _column(responses: Sequence[Response], rows: Iterable[Sequence[float] | None]) -> Any:
     """float64 over all tokens; NaN for a response without a row."""
     pairs = zip(responses, rows, strict=True)
     parts = [np.full(len(r.tokens), np.nan) if row is None else np.array(row, float) for r, row in pairs]
     return np.concatenate([np.zeros(0), *parts])
 
 
-def _rounded(values: Any) -> Any:
-    code = np.rint(100 * np.log1p(5 * np.abs(values)))
-    return np.where(np.isfinite(code), code, _UNKNOWN).astype("<u2")
-
-
-def _segments(response: Response) -> list[int]:
+def _segment_runs(response: Response) -> list[int]:
+    """Run-length encoding: value and length of each run of segments, `[1, 1, 2]` as `[1, 2, 2, 1]`."""
     pairs = zip(response.segments, response.mask or [1] * len(response.segments), strict=True)
-    return [segment if own else _TOOL for segment, own in pairs]
-
-
-def _runs(values: Sequence[int]) -> list[int]:
-    """Run-length encoding: value and length of each run, `[1, 1, 2]` as `[1, 2, 2, 1]`."""
-    return [number for value, run in groupby(values) for number in (value, len(list(run)))]
+    runs = groupby(segment if own else _TOOL for segment, own in pairs)
+    return [number for segment, run in runs for number in (segment, len(list(run)))]

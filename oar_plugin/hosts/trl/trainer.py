@@ -147,15 +147,16 @@ class OarGRPOTrainer(GRPOTrainer):
         """float32 `[B, L]`, of this process's responses."""
         if self._dist.is_zero3:
             self._share_head()
-        with self.accelerator.autocast():
+        accelerator = self.accelerator
+        with accelerator.autocast():
             return self._credit.importance(
                 *(self.model, batch, segments_BL, request),
                 # No more than TRL's own forwards have.
                 max_tokens=self.args.per_device_train_batch_size * batch.token_BT.shape[1],
-                max_over_ranks=self._max_over_ranks,
+                max_over_ranks=lambda n: int(accelerator.gather(torch.tensor([n], device=accelerator.device)).max()),
                 checkpoint_activations=self.args.gradient_checkpointing,
                 sign_B=sign_B,
-                sum_over_ranks=partial(self.accelerator.reduce, reduction="sum"),
+                sum_over_ranks=partial(accelerator.reduce, reduction="sum"),
             )
 
     def _share_head(self) -> None:
@@ -168,9 +169,6 @@ class OarGRPOTrainer(GRPOTrainer):
 
         model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         register_external_parameter(model, model.get_output_embeddings().weight)
-
-    def _max_over_ranks(self, count: int) -> int:
-        return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
 
     def _credit_metrics(self, reshaped: ReshapedBatch) -> dict[str, float]:
         """Metrics over the responses of all processes."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 
 BESIDE_GENERATION = 8
 """Maximum number of copies in flight while the engine generates. Generation that needs its seat does not stop it."""
@@ -58,10 +58,7 @@ class Throttle:
             await turn
             yield
         finally:
-            if turn.cancelled():
-                with suppress(ValueError):  # another call of `_admit_waiters` may have removed it
-                    self._waiters.remove(turn)
-            else:
+            if not turn.cancelled():
                 self._settle()
                 self.in_flight -= 1
             self._admit_waiters()
@@ -78,9 +75,9 @@ class Throttle:
         self._settle()
         if self._timer is not None:
             self._timer.cancel()
-        while self._waiters and self._may_start():
+        while self._waiters and (self._waiters[0].done() or self._may_start()):
             turn = self._waiters.popleft()
-            if not turn.done():  # otherwise it was cancelled, and its task has not run since then
+            if not turn.done():  # otherwise it was cancelled
                 self.in_flight += 1
                 turn.set_result(None)
         # If a copy is in flight, its end admits the next one. Otherwise a timer waits until there is credit.
