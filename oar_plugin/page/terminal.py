@@ -7,7 +7,7 @@ from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text as Line
 
 from oar_plugin.credit.answer import Segment
@@ -47,9 +47,8 @@ def _kinds(responses: Sequence[Response]) -> Table:
         for token, weight, segment in zip(response.tokens, response.weights, response.segments, strict=True):
             if segment == Segment.REASONING:
                 weights[kind_of(token)].append(weight)
-    table = Table("reasoning tokens", box=SIMPLE_HEAD, show_edge=False)
-    for title in ("how many", "mean weight"):
-        table.add_column(title, justify="right")
+    numbers = (Column(title, justify="right") for title in ("how many", "mean weight"))
+    table = Table("reasoning tokens", *numbers, box=SIMPLE_HEAD, show_edge=False)
     for kind in KINDS:
         if own := weights[kind]:
             table.add_row(kind, str(len(own)), f"{sum(own) / len(own):.2f}")
