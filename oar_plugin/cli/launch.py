@@ -134,7 +134,7 @@ def _launch(args: argparse.Namespace) -> int:
     failed = 0
     for done, job in jobs:
         say(f"oar launch: {job.run.name} {'has finished' if done else 'starts'}", sys.stderr)
-        if not done and (status := job.run_here() if on in ("local", "ray") else job.submit()):
+        if not done and (status := job.start()):
             say(f"oar launch: {job.run.name}: failed, exit status {status}", sys.stderr)
             failed = 1
     return failed
