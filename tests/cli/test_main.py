@@ -23,7 +23,7 @@ RECIPE = "qwen2_5_7b_math"
         *(([command, "--help"], 0, f"usage: oar {command}", "") for command in COMMANDS),
         *(([command, "--help"], 0, COMPOSING, "") for command in ("plan", "launch")),
         (["--version"], 0, f"oar_plugin {__version__}\n", ""),
-        (["trian"], 2, "", "doctor"),
+        (["lunch"], 2, "", f"lunch: no such command; allowed: {', '.join(COMMANDS)}; did you mean launch?"),
         # A wrong option is not taken for an override.
         (["launch", RECIPE, "--dry-run", "--partitoin", "gpu"], 2, "", "--partitoin"),
         (["launch", RECIPE, "--dry-run", "--srun", "'"], 2, "", "--srun"),
