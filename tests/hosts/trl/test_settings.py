@@ -11,7 +11,6 @@ from oar_plugin.hosts.trl import OarGRPOTrainer
 from oar_plugin.passes.taps import UnsupportedModelError
 from tests.hosts.trl import tiny
 
-
 ALL = [
     "oar.perturbation.backend=rollout: TRL's engines score no copies; allowed: actor",
     r"oar\.base_estimator=rloo: the advantage is TRL's own .* allowed: grpo",
