@@ -1,14 +1,12 @@
-"""What is logged, printed and written for people: one logger, safe text, hints for mistyped names, whole and locked files."""
+"""What is logged, printed and written for people: one logger, safe text, hints for mistyped names, whole files."""
 
 import difflib
-import errno
-import fcntl
 import logging
 import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import TextIO
 
 INSTALL = "pip install --no-deps . -r recipes/requirements.txt"
 """Installs the plugin beside verl, from a checkout, with what the recipes need. It changes no package that verl brought."""
@@ -65,20 +63,3 @@ def write_whole(file: Path, content: str | bytes) -> None:
         os.replace(unfinished, file)
     finally:
         unfinished.unlink(missing_ok=True)
-
-
-def no_link(file: str, flags: int) -> int:
-    """Serve as the `opener` of files that are written in place. OSError: the file is a symbolic link."""
-    return os.open(file, flags | os.O_NOFOLLOW, 0o666)
-
-
-def locked(file: IO[Any]) -> bool:
-    """Lock an open file until it is closed; False if another process has locked it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:  # some clusters' file systems have no locks: there it stays unlocked
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise
-    return True

@@ -105,8 +105,8 @@ def _launch(args: argparse.Namespace) -> int:
     files_seen = args.recipe_on_nodes is None and sees_files(on, vars(args))
     jobs, said = [], set[preflight.Finding]()
     for run in runs:
-        run_folder.check(run.config, os.environ.get(run_folder.START, ""))
-        jobs.append(job := job_of(run, recipe, on, vars(args), environment))
+        done = run_folder.check(run.config, os.environ.get(run_folder.START, ""))
+        jobs.append((done, job := job_of(run, recipe, on, vars(args), environment)))
         made, findings = preflight.examine(run.config, gpu, files_seen=files_seen, local=local)
         # Importing verl takes seconds, from a slow disk minutes: what is missing is said before.
         if args.dry_run or args.no_check or all(finding.level != "missing" for finding in findings):
@@ -126,16 +126,15 @@ def _launch(args: argparse.Namespace) -> int:
             hours = f"Validates {validated if files_seen else 'its last checkpoint, or the untrained model'}."
         say(f"oar launch: {run.name}: {job.needs}, checkpoints in {run.folder}. {hours}", sys.stderr)
     if args.dry_run:
-        print(("---\n" if on == "kubernetes" else "").join(job.text for job in jobs), end="")
+        print(("---\n" if on == "kubernetes" else "").join(job.text for _, job in jobs), end="")
         return 0
     if not args.no_check and any(finding.level == "missing" for finding in said):
         say("oar launch: not started; --no-check starts it in spite of what is missing", sys.stderr)
         return 1
     failed = 0
-    for job in jobs:
-        done = run_folder.has_finished(job.run.config)
+    for done, job in jobs:
         say(f"oar launch: {job.run.name} {'has finished' if done else 'starts'}", sys.stderr)
-        if not done and (status := job.run_here() if on in ("local", "ray") else job.submit()):
+        if not done and (status := job.start()):
             say(f"oar launch: {job.run.name}: failed, exit status {status}", sys.stderr)
             failed = 1
     return failed

@@ -10,6 +10,7 @@ from oar_plugin.config import PREFIX, DumpConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.output import logger, times, write_whole
 from oar_plugin.page.record import Header, Response, is_right
+from oar_plugin.page.sources import step_of
 
 DUMP_FAILED = "oar/dump_failed"
 """A metric of every step, where dumps are asked for."""
@@ -73,8 +74,7 @@ class Dumps:
         if not self._begun:
             self._begun = True
             # After a resume: the run does later steps again.
-            steps = {file: file.stem.removeprefix("step_") for file in self.folder.glob("step_*.jsonl")}
-            later = [file for file, of in steps.items() if of.isdecimal() and int(of) > step]
+            later = [file for file in self.folder.glob("step_*.jsonl") if step_of(file) > step]
             for file in later:
                 file.replace(f"{file}.discarded")
             if later:

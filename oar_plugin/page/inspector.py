@@ -12,27 +12,34 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from markupsafe import Markup
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import GATES
+from oar_plugin.output import printable
 from oar_plugin.page.record import Header, Response
 from oar_plugin.page.sources import steps_text
-from oar_plugin.page.templates import TEMPLATES
 
 KINDS = ("digits", "operators", "words", "marks")
 _COPIED = ("step", "group", "uid", "source", "prompt", "truth", "right", "status")
 _TOOL = max(Segment) + 1  # segment of tokens that a tool wrote
-_UNKNOWN = 2**16 - 1  # NaN in a column of `_rounded` numbers
+_UNKNOWN = 2**16 - 1  # NaN in a column of rounded numbers
 _OPERATORS = frozenset("+-*/=<>^%×÷·±−≤≥≠≈√|&")
 _PART_OF_A_CHARACTER = re.compile(r"(\\x[0-9a-f]{2})+")
+_TEMPLATES = jinja2.Environment(  # text is escaped, and its control characters are shown
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+)
 
 
 def inspector_page(responses: Sequence[Response], header: Header, run: str, as_recorded: bool = False) -> str:
@@ -57,7 +64,7 @@ def inspector_page(responses: Sequence[Response], header: Header, run: str, as_r
     title = " · ".join(filter(None, (run, "/".join(header.model.split("/")[-2:]), named))) or "Responses"
     values = {"title": title, "style": style, "script": script, "data": block, "as_recorded": as_recorded}
     settings = [("model", header.model), *header.versions.items(), *header.config.items()]
-    return TEMPLATES.get_template("inspector.html.j2").render(values, of=document, settings=settings)
+    return _TEMPLATES.get_template("inspector.html.j2").render(values, of=document, settings=settings)
 
 
 def kind_of(text: str) -> str:
@@ -83,7 +90,7 @@ def _document(
     for name in ("advantage", "reward"):
         rows[name] = [None if x is None or not math.isfinite(x) else x for x in map(attrgetter(name), responses)]
     rows["length"] = [len(response.tokens) for response in responses]
-    rows["segments"] = [_runs(_segments(response)) for response in responses]
+    rows["segments"] = [_segment_runs(response) for response in responses]
     rows["importances"] = [list(response.importance) for response in responses]
     rows["weighted"] = [response.weights is not None for response in responses]
     return {
@@ -105,31 +112,24 @@ def _document(
 
 
 def _columns(responses: Sequence[Response], document: Mapping[str, Any]) -> Iterator[Any]:
-    yield _rounded(_column(responses, [response.log_probs for response in responses]))
-    yield _rounded(_column(responses, [response.entropies for response in responses]))
+    for name in ("log_probs", "entropies"):
+        code = np.rint(100 * np.log1p(5 * np.abs(_column(responses, map(attrgetter(name), responses)))))
+        yield np.where(np.isfinite(code), code, _UNKNOWN).astype("<u2")
     for name in document["importances"]:
-        yield _column(responses, [response.importance.get(name) for response in responses]).astype("<f4")
+        yield _column(responses, (response.importance.get(name) for response in responses)).astype("<f4")
     if document["recorded"]:
-        yield _column(responses, [response.weights for response in responses]).astype("<f4")
+        yield _column(responses, (response.weights for response in responses)).astype("<f4")
 
 
-def _column(responses: Sequence[Response], rows: Sequence[Sequence[float] | None]) -> Any:
+def _column(responses: Sequence[Response], rows: Iterable[Sequence[float] | None]) -> Any:
     """float64 over all tokens; NaN for a response without a row."""
     pairs = zip(responses, rows, strict=True)
     parts = [np.full(len(r.tokens), np.nan) if row is None else np.array(row, float) for r, row in pairs]
     return np.concatenate([np.zeros(0), *parts])
 
 
-def _rounded(values: Any) -> Any:
-    code = np.rint(100 * np.log1p(5 * np.abs(values)))
-    return np.where(np.isfinite(code), code, _UNKNOWN).astype("<u2")
-
-
-def _segments(response: Response) -> list[int]:
+def _segment_runs(response: Response) -> list[int]:
+    """Run-length encoding: value and length of each run of segments, `[1, 1, 2]` as `[1, 2, 2, 1]`."""
     pairs = zip(response.segments, response.mask or [1] * len(response.segments), strict=True)
-    return [segment if own else _TOOL for segment, own in pairs]
-
-
-def _runs(values: Sequence[int]) -> list[int]:
-    """Run-length encoding: value and length of each run, `[1, 1, 2]` as `[1, 2, 2, 1]`."""
-    return [number for value, run in groupby(values) for number in (value, len(list(run)))]
+    runs = groupby(segment if own else _TOOL for segment, own in pairs)
+    return [number for segment, run in runs for number in (segment, len(list(run)))]

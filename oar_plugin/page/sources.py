@@ -30,7 +30,7 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
 
     By default these are the newest steps, up to `TOKENS` tokens, at least one step. ValueError: there is nothing to show.
     """
-    dumped = sorted(((_step(file), file) for source in sources for file in files(source)), reverse=True)
+    dumped = sorted(((step_of(file), file) for source in sources for file in files(source)), reverse=True)
     known = sorted({step for step, _ in dumped})
     if unknown := sorted(set(steps or ()) - set(known)):
         raise NothingYet(f"--steps: nothing of step {steps_text(unknown)}; there are {steps_text(known)}")
@@ -60,7 +60,7 @@ def files(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
     for place in _PLACES:
-        found = [file for file in source.glob(f"{place}step_*.jsonl") if _step(file)]
+        found = [file for file in source.glob(f"{place}step_*.jsonl") if step_of(file)]
         dumps = sorted({str(file.parent) for file in found})
         if len(dumps) > 1:
             raise ValueError(f"{source}: name one of its dumps: {', '.join(dumps)}")
@@ -74,7 +74,7 @@ def steps_text(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps)) if len(steps) <= 10 else f"{steps[0]} to {steps[-1]} ({len(steps)} steps)"
 
 
-def _step(file: Path) -> int:
+def step_of(file: Path) -> int:
     """Returns the step in a file's name; 0 if there is none."""
     match = re.fullmatch(r"step_(\d+)\.jsonl", file.name)
     return int(match[1]) if match else 0

@@ -2,12 +2,12 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text as Line
 
 from oar_plugin.credit.answer import Segment
@@ -33,8 +33,7 @@ def text_of(responses: Sequence[Response], console: Console) -> str:
             head = f"step {response.step}  {response.group}  {response.uid}  {response.status}{scores}{figures}"
             console.print(Line(printable(head), "bold"))
             console.print(Line(printable(response.prompt.strip()), "dim"))
-            tokens = Line(_marked(response)) if console.color_system is None else Line.assemble(*_styled(response))
-            console.print(tokens, end="\n\n")
+            console.print(_tokens(response, marks=console.color_system is None), end="\n\n")
         if (table := _kinds(responses)).row_count:
             console.print(table)
     return capture.get()
@@ -48,21 +47,18 @@ def _kinds(responses: Sequence[Response]) -> Table:
         for token, weight, segment in zip(response.tokens, response.weights, response.segments, strict=True):
             if segment == Segment.REASONING:
                 weights[kind_of(token)].append(weight)
-    table = Table("reasoning tokens", box=SIMPLE_HEAD, show_edge=False)
-    for title in ("how many", "mean weight"):
-        table.add_column(title, justify="right")
+    numbers = (Column(title, justify="right") for title in ("how many", "mean weight"))
+    table = Table("reasoning tokens", *numbers, box=SIMPLE_HEAD, show_edge=False)
     for kind in KINDS:
         if own := weights[kind]:
             table.add_row(kind, str(len(own)), f"{sum(own) / len(own):.2f}")
     return table
 
 
-def _styled(response: Response) -> Iterator[tuple[str, str]]:
-    for token, weight in zip(response.tokens, response.weights or [1.0] * len(response.tokens), strict=True):
-        yield printable(token), "bold" if weight > 1 else "dim" if weight < 1 else ""
-
-
-def _marked(response: Response) -> str:
+def _tokens(response: Response, marks: bool) -> Line:
     pairs = zip(response.tokens, response.weights or [1.0] * len(response.tokens), strict=True)
-    runs = [(more, "".join(token for token, _ in run)) for more, run in groupby(pairs, lambda pair: pair[1] > 1)]
-    return "".join(f"[[{printable(run)}]]" if more else printable(run) for more, run in runs)
+    line = Line()
+    for style, run in groupby(pairs, lambda pair: "bold" if pair[1] > 1 else "dim" if pair[1] < 1 else ""):
+        text = printable("".join(token for token, _ in run))
+        line.append(f"[[{text}]]" if marks and style == "bold" else text, style)
+    return line

@@ -4,6 +4,8 @@ The driver opens the folder before Ray starts, through Hydra's callback `KeepRun
 which also checks the folder in advance if it sees it, by a scheduler that restarts it, or with verl's own command line.
 """
 
+import errno
+import fcntl
 import itertools
 import json
 import os
@@ -12,7 +14,7 @@ import sys
 import traceback
 from fnmatch import translate
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from unittest import mock
 
 import yaml
@@ -21,7 +23,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import LEFT_DEFAULTS, PREFIX
-from oar_plugin.output import locked, no_link, say, write_whole
+from oar_plugin.output import say, write_whole
 from oar_plugin.runs.recipe import flat
 
 START = "OAR_START"
@@ -37,8 +39,8 @@ _ADVICE = (
     f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to start "
     "over; another name (--name, trainer.experiment_name) starts a separate run"
 )
-_locks: dict[Path, IO[str]] = {}
-"""Folder -> its open lock file. This process holds the locks until it ends."""
+_locks: dict[Path, int] = {}
+"""Folder -> descriptor of its lock file, which stays open until this process ends."""
 
 
 class RunRefused(ValueError):
@@ -67,23 +69,21 @@ def only_validates(config: DictConfig) -> str:
     return f"the untrained model {config.actor_rollout_ref.model.path}, without a checkpoint of {latest.parent}"
 
 
-def check(config: DictConfig, start: str = "") -> None:
-    """Raise RunRefused if the folder's run had other settings and this one trains. `start` is the value of `OAR_START`."""
+def check(config: DictConfig, start: str = "") -> bool:
+    """Return whether the folder's run has finished with the same settings, so that starting it again would do nothing.
+
+    Raise RunRefused if the folder's run had other settings and this one trains. `start` is the value of `OAR_START`.
+    """
     if only_validates(config):
-        return
+        return False
     folder, new = _folder(config), settings_of(config)
-    old = record_of(folder).get("settings", new)
+    record = record_of(folder)
+    old = record.get("settings", new)
     differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     if differing and start != "resume":
         values = [f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} now" for key in differing]
         raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *values, _ADVICE]))
-
-
-def has_finished(config: DictConfig) -> bool:
-    """Return whether the folder's run has finished with the same settings, so that starting it again would do nothing."""
-    record = {"state": "finished", "settings": settings_of(config)}
-    resumes = config.trainer.resume_mode == "auto" and not only_validates(config)
-    return bool(resumes and record_of(_folder(config)) == record)
+    return bool(config.trainer.resume_mode == "auto" and record == {"state": "finished", "settings": new})
 
 
 def begin(config: DictConfig, start: str = "") -> Path | None:
@@ -92,8 +92,7 @@ def begin(config: DictConfig, start: str = "") -> Path | None:
     If the recorded settings differ, the old `run.yaml` is renamed. Return the folder, or None if the run has already finished.
     Raise RunRefused as `check` does, or if another process trains there.
     """
-    check(config, start)
-    if has_finished(config):
+    if check(config, start):
         return None
     folder, settings = _folder(config), settings_of(config)
     _lock(folder)
@@ -132,13 +131,18 @@ def _lock(folder: Path) -> None:
     """Lock the folder, also on other machines if the file system supports it. RunRefused: another process has locked it."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder in _locks:
-        _locks.pop(folder).close()
-    file = open(folder / LOCK, "a", encoding="utf-8", opener=no_link)  # noqa: SIM115  stays open until the process ends
-    if not locked(file):
-        file.close()
-        advice = f"wait for it or end it; if its machine is gone but the lock remains, delete {file.name}"
-        raise RunRefused(f"{folder}: another process trains there; {advice}")
-    _locks[folder] = file
+        os.close(_locks.pop(folder))
+    lock = os.open(folder / LOCK, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        advice = f"wait for it or end it; if its machine is gone but the lock remains, delete {folder / LOCK}"
+        raise RunRefused(f"{folder}: another process trains there; {advice}") from None
+    except OSError as error:  # some clusters' file systems have no locks: there it stays unlocked
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
+    _locks[folder] = lock
 
 
 def free_path(path: Path) -> Path:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import oar_plugin
 from benchmarks.tiny.model import Shape, model_of
@@ -55,7 +56,8 @@ def test_a_model_gives_credit(here, model_folder, capsys, monkeypatch):
     document = json.loads(printed.out)
     assert "scoring" in printed.err
     first, second, silent, empty, _ = document["responses"]
-    model, tokenizer = inspect_model(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     settings = {"probe": "last", "sigma": 0.01, "tau": 0.5}
     asked = tokenizer.apply_chat_template(CHAT, tokenize=False)
     for row, prompt, text in ((first, PROMPT, ANSWERS[0]), (second, asked, ANSWERS[1])):
@@ -99,10 +101,8 @@ def test_a_row_is_read_as_it_is_meant_or_refused_with_its_line(row, read, here, 
         assert main(["inspect", "mine.jsonl", "--model", str(model_folder)]) == 2
         assert f"oar inspect: mine.jsonl, {read}" in capsys.readouterr().err
     else:
-        (found,) = json.loads(shown(capsys, "mine.jsonl", "--format", "json", "--model", str(model_folder)))[
-            "responses"
-        ]
-        assert [found["prompt"], found["truth"], found["reward"]] == read
+        document = json.loads(shown(capsys, "mine.jsonl", "--format", "json", "--model", str(model_folder)))
+        assert [[found["prompt"], found["truth"], found["reward"]] for found in document["responses"]] == [read]
 
 
 def test_grading_without_its_package_says_what_to_install_here(here, model_folder, capsys, monkeypatch):
@@ -110,12 +110,6 @@ def test_grading_without_its_package_says_what_to_install_here(here, model_folde
     assert main(["inspect", "mine.jsonl", "--model", str(model_folder)]) == 1
     assert "a truth without a reward needs math_verify and pebble: pip install" in (said := capsys.readouterr().err)
     assert "node" not in said
-
-
-def inspect_model(folder):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ RECIPE = "qwen2_5_7b_math"
         *(([command, "--help"], 0, f"usage: oar {command}", "") for command in COMMANDS),
         *(([command, "--help"], 0, COMPOSING, "") for command in ("plan", "launch")),
         (["--version"], 0, f"oar_plugin {__version__}\n", ""),
-        (["trian"], 2, "", "doctor"),
+        (["lunch"], 2, "", f"lunch: no such command; allowed: {', '.join(COMMANDS)}; did you mean launch?"),
         # A wrong option is not taken for an override.
         (["launch", RECIPE, "--dry-run", "--partitoin", "gpu"], 2, "", "--partitoin"),
         (["launch", RECIPE, "--dry-run", "--srun", "'"], 2, "", "--srun"),
@@ -75,48 +75,32 @@ def test_a_copy_is_a_recipe_of_ones_own_and_templates_can_be_copied(tmp_path, mo
 # ---- oar plan
 
 BIG = ["Verdict: fits", "50% of the responses", "200 steps", "11 validations", "GPU-hours on 32", "Assumed:", "No run"]
+SMALL = ["Verdict: does not fit", "of 27 GiB in update", "fsdp_config.optimizer_offload"]
 
 
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["qwen2_5_32b_megatron"], 0, BIG),
+        ("qwen2_5_32b_megatron", 0, BIG),
+        (f"{RECIPE} --gpu-memory 27", 1, SMALL),
+        # Overrides may stand behind options.
         (
-            [RECIPE, "--gpu-memory", "27"],
-            1,
-            ["Verdict: does not fit", "of 27 GiB in update", "fsdp_config.optimizer_offload"],
+            f"{RECIPE} trainer.nnodes=2 --gpu h200 data.max_response_length=1024",
+            0,
+            ["NVIDIA H200", "on 16 GPUs", "of 512 tokens"],
         ),
+        ("nothing", 2, ["recipes: qwen2_5_0_5b_gsm8k"]),
+        (f"{RECIPE} --gpu abacus", 2, ["allowed: L4-24"]),
+        (f"{RECIPE} --response-length 9999", 2, ["--response-length 9999: must be at most 2048"]),
+        (f"{RECIPE} actor_rollout_ref.rollout.dtype=fp8", 2, ["rollout.dtype=fp8; only bfloat16"]),
+        (f"{RECIPE} algorithm.oar.tau=2", 2, ["algorithm.oar.tau=2: Input should be less than or equal to 1"]),
     ],
 )
-def test_whether_a_recipe_fits_is_said_and_what_to_change(words, status, said, capsys):
-    assert main(["plan", *words]) == status
-    shown = " ".join(capsys.readouterr().out.split())
+def test_whether_a_recipe_fits_is_said_and_what_to_change_and_wrong_input_is_named(words, status, said, capsys):
+    assert main(["plan", *words.split()]) == status
+    printed = capsys.readouterr()
+    shown = " ".join((printed.err if status == 2 else printed.out).split())
     assert [part for part in said if part not in shown] == []
-
-
-def test_overrides_may_stand_behind_options(capsys):
-    assert main(["plan", RECIPE, "trainer.nnodes=2", "--gpu", "h200", "data.max_response_length=1024"]) == 0
-    shown = capsys.readouterr().out
-    assert [part for part in ("NVIDIA H200", "on 16 GPUs", "responses of 512 tokens") if part not in shown] == []
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("nothing", "recipes: qwen2_5_0_5b_gsm8k"),
-        (f"{RECIPE} --gpu abacus", "allowed: L4-24"),
-        (f"{RECIPE} --response-length 9999", "--response-length 9999: must be at most 2048"),
-        (f"{RECIPE} actor_rollout_ref.rollout.dtype=fp8", "rollout.dtype=fp8; only bfloat16"),
-        (f"{RECIPE} algorithm.oar.tau=2", "algorithm.oar.tau=2: Input should be less than or equal to 1"),
-        (
-            f"{RECIPE} actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
-            "`python -m benchmarks count --recipe RECIPE",
-        ),
-    ],
-)
-def test_wrong_input_is_named(words, message, capsys):
-    assert main(["plan", *words.split()]) == 2
-    assert message in capsys.readouterr().err
 
 
 WITHOUT = (

@@ -58,10 +58,9 @@ def folder(tmp_path, monkeypatch):
     for name, text in (("broken", "data: [1, {\n"), ("list", "- 1\n")):
         main(["recipes", "copy", RECIPE, name])
         (tmp_path / name / "recipe.yaml").write_text(text)
-    for name, lines in (("dump", [*DUMP, DUMP[1][:50], '{"a": 1}', "5", "", "[]"]), ("foreign", ["{}"])):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "step_000003.jsonl").write_text("\n".join(lines), encoding="utf-8")
-        (tmp_path / name / "step_last.jsonl").write_text(DUMP[1], encoding="utf-8")
+    (tmp_path / "dump").mkdir()
+    lines = [*DUMP, DUMP[1][:50], '{"a": 1}', "5", "", "[]"]
+    (tmp_path / "dump/step_000003.jsonl").write_text("\n".join(lines), encoding="utf-8")
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows/train.jsonl").write_text(json.dumps({"problem": "1+1?", "answer": "2"}) + "\n")
     return tmp_path
@@ -70,27 +69,18 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ("lunch", 2, "did you mean launch?"),
         *((f"{command} broken", 2, "recipe.yaml") for command in ("plan", "launch --dry-run")),
         *((f"{command} list", 2, "list/oar.yaml does not compose") for command in ("plan", "launch --dry-run")),
         (f"recipes copy {RECIPE} file/mine", 2, "oar recipes: file/mine: Not a directory"),
         (f"recipes copy {RECIPE} dump", 2, "dump exists"),
         ("data aime24 --from rows --out file/data", 1, "Not a directory: 'file"),
-        ("inspect dump", 0, "1 of 5 lines skipped"),
         ("inspect dump --out made/at/once.html", 0, "3 of 5 lines skipped"),
         ("inspect dump --out file/page.html", 2, "oar inspect: file"),
-        ("inspect foreign", 2, "needs --model"),
-        ("inspect nowhere", 2, "nowhere: No such file or directory"),
-        ("inspect file", 2, "file: its first line is not JSON"),
     ],
 )
 def test_a_fault_of_the_user_is_a_message_that_names_it(words, status, said, folder, capsys):
-    try:
-        found = main(words.split())
-    except SystemExit as exit_:
-        found = exit_.code
-    err = capsys.readouterr().err
-    assert (found, said in err) == (status, True), err
+    assert main(words.split()) == status
+    assert said in capsys.readouterr().err
     assert (folder / "made/at/once.html").is_file() == ("made" in words)
 
 

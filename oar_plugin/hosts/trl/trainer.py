@@ -143,22 +143,19 @@ class OarGRPOTrainer(GRPOTrainer):
             self._metrics["train"][name].append(value)
         return output | {"advantages": reshaped.advantage_BL}
 
-    def _truth(self, row: dict[str, Any]) -> Any:
-        return next((row[name] for name in TRUTH if row.get(name) is not None), None)
-
     def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request) -> Tensor:
         """float32 `[B, L]`, of this process's responses."""
         if self._dist.is_zero3:
             self._share_head()
-        inputs, checkpoint = (self.model, batch, segments_BL, request), self.args.gradient_checkpointing
-        most = self.args.per_device_train_batch_size * batch.token_BT.shape[1]  # no more than TRL's own forwards have
-        with self.accelerator.autocast():
+        accelerator = self.accelerator
+        with accelerator.autocast():
             return self._credit.importance(
-                *inputs,
-                max_tokens=most,
-                max_over_ranks=self._max_over_ranks,
-                checkpoint_activations=checkpoint,
-                sum_over_ranks=partial(self.accelerator.reduce, reduction="sum"),
+                *(self.model, batch, segments_BL, request),
+                # No more than TRL's own forwards have.
+                max_tokens=self.args.per_device_train_batch_size * batch.token_BT.shape[1],
+                max_over_ranks=lambda n: int(accelerator.gather(torch.tensor([n], device=accelerator.device)).max()),
+                checkpoint_activations=self.args.gradient_checkpointing,
+                sum_over_ranks=partial(accelerator.reduce, reduction="sum"),
             )
 
     def _share_head(self) -> None:
@@ -172,9 +169,6 @@ class OarGRPOTrainer(GRPOTrainer):
         model = self.model.get_base_model() if is_peft_model(self.model) else self.model
         register_external_parameter(model, model.get_output_embeddings().weight)
 
-    def _max_over_ranks(self, count: int) -> int:
-        return int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
-
     def _credit_metrics(self, reshaped: ReshapedBatch) -> dict[str, float]:
         """Metrics over the responses of all processes."""
         measure_GM, status_G = (self.accelerator.gather(x).cpu() for x in (reshaped.measure_BM, reshaped.status_B))
@@ -185,6 +179,6 @@ class OarGRPOTrainer(GRPOTrainer):
         log_prob_BL = output.get("old_per_token_logps", output.get("sampling_per_token_logps"))
         return {
             "prompt": self._tokenizer.decode(output["prompt_ids"][row][output["prompt_mask"][row].bool()]),
-            "truth": self._truth(inputs[row]),
+            "truth": next((inputs[row][name] for name in TRUTH if inputs[row].get(name) is not None), None),
             "log_probs": None if log_prob_BL is None else log_prob_BL[row],
         }

@@ -1,10 +1,9 @@
 """Limits when masked copies may run in an engine, so that generation has priority."""
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 BESIDE_GENERATION = 8
 """Maximum number of copies in flight while the engine generates. Generation that needs its seat does not stop it."""
@@ -26,17 +25,14 @@ class Throttle:
         share: above 0; 1 does not limit time.
         seats: number of requests that the engine runs at once (vLLM's `max_num_seqs`); None: no limit. A copy needs a
             free seat: in a full engine it would wait for generation, and spend credit although it does not run.
-        clock: returns seconds, ascending.
     """
 
-    def __init__(
-        self, max_in_flight: int, share: float, seats: int | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._max_in_flight, self._share, self._seats, self._clock = max_in_flight, share, seats, clock
+    def __init__(self, max_in_flight: int, share: float, seats: int | None = None) -> None:
+        self._max_in_flight, self._share, self._seats = max_in_flight, share, seats
         self._generating = 0
         self.in_flight = 0  # copies that run now
         self._credit_s = 0.0
-        self._settled_at = clock()
+        self._settled_at = 0.0  # the account is empty until something is generated
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -62,17 +58,14 @@ class Throttle:
             await turn
             yield
         finally:
-            if turn.cancelled():
-                with suppress(ValueError):  # another call of `_admit_waiters` may have removed it
-                    self._waiters.remove(turn)
-            else:
+            if not turn.cancelled():
                 self._settle()
                 self.in_flight -= 1
             self._admit_waiters()
 
     def _settle(self) -> None:
         """Update the account to the current time. Call this before every change of `_generating` or `in_flight`."""
-        now = self._clock()
+        now = asyncio.get_running_loop().time()
         elapsed_s, self._settled_at = now - self._settled_at, now
         if self._generating:
             rate = self._share - (1.0 if self.in_flight else 0.0)
@@ -82,9 +75,9 @@ class Throttle:
         self._settle()
         if self._timer is not None:
             self._timer.cancel()
-        while self._waiters and self._may_start():
+        while self._waiters and (self._waiters[0].done() or self._may_start()):
             turn = self._waiters.popleft()
-            if not turn.done():  # otherwise it was cancelled, and its task has not run since then
+            if not turn.done():  # otherwise it was cancelled
                 self.in_flight += 1
                 turn.set_result(None)
         # If a copy is in flight, its end admits the next one. Otherwise a timer waits until there is credit.

@@ -84,15 +84,14 @@ class Job(NamedTuple):
     text: str
     words: list[str]
 
-    def submit(self) -> int:
-        """Give the script or manifest to the scheduler's command and return its exit status."""
-        return subprocess.run(self.words, input=self.text, text=True, check=False).returncode
+    def start(self) -> int:
+        """Give a script or manifest to the scheduler's command, run anything else until the end; return the exit status.
 
-    def run_here(self) -> int:
-        """Run until the end and return the exit status. The run also gets the signals that end this process.
-
-        In a session of its own it does not get a terminal's Ctrl-C twice, in its cleanup. KeyboardInterrupt: one has come.
+        The run also gets the signals that end this process; KeyboardInterrupt: one has come. In a session of its own it does
+        not get a terminal's Ctrl-C twice, in its cleanup.
         """
+        if self.words in SUBMIT.values():
+            return subprocess.run(self.words, input=self.text, text=True, check=False).returncode
         process = subprocess.Popen(self.words, start_new_session=True)
         received: list[int] = []
 

@@ -62,26 +62,6 @@ def test_the_example_of_the_document_trains_and_dumps(tmp_path):
     assert read([tmp_path / "credit"]).items
 
 
-def broken(*arguments):
-    raise KeyError("a mistake of ours")
-
-
-def test_a_dump_that_fails_is_said_once_and_ends_nothing(tmp_path, monkeypatch, caplog):
-    """Its other faults are in `tests/test_token_credit.py`."""
-    before, _ = _trained(tmp_path / "before")
-    monkeypatch.setattr(OarGRPOTrainer, "_known", broken)
-    after, made = _trained(tmp_path / "after")
-    assert tiny.logged(made, "oar/dump_failed") == [1, 1]
-    assert len([record for record in caplog.records if "Training goes on" in record.message]) == 1
-    assert tiny.same_weights(before, after)
-
-
-def _trained(folder):
-    made = tiny.make(OarGRPOTrainer, folder, oar={"dump": {"dir": "credit", "every": 1}})
-    made.train()
-    return tiny.weights(made), made
-
-
 def test_an_evaluation_scores_nothing(tmp_path):
     made = tiny.make(OarGRPOTrainer, tmp_path, oar={}, per_device_eval_batch_size=2, num_generations_eval=1)
     found = made.evaluate(tiny.data(tiny.PROMPTS, 4))

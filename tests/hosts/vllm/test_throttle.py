@@ -38,7 +38,7 @@ def loop():
 
 @pytest.fixture
 def engine(loop):
-    return lambda **settings: Engine(loop, Throttle(**settings, clock=loop.time))
+    return lambda **settings: Engine(loop, Throttle(**settings))
 
 
 class Engine:

@@ -12,7 +12,6 @@ import pyarrow
 from pyarrow import parquet
 
 from oar_plugin.runs.launch import preflight
-from oar_plugin.runs.plan import known
 from oar_plugin.runs.plan.hardware import choose_gpu
 from oar_plugin.runs.recipe import find_recipe
 from tests.recipes.test_recipes import composed
@@ -85,13 +84,6 @@ def test_a_run_that_does_not_fit_is_told_the_margin_and_what_to_try(ready):
     assert "for GPUs of 20 GiB: does not fit, " in memory.text
     assert "of 20 GiB in update" in memory.text
     assert "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True" in memory.advice
-
-
-def test_a_step_that_cannot_be_counted_here_is_not_planned_and_stops_no_launch(ready, monkeypatch):
-    monkeypatch.setattr(known, "COUNTS", {})
-    finding = examined(ready)["memory"]
-    assert finding.level == "not checked"
-    assert "python -m benchmarks count" in finding.text
 
 
 @pytest.mark.parametrize(
