@@ -80,9 +80,7 @@ def test_a_gate_on_a_padded_batch_equals_its_formula_response_by_response(name, 
 
 def test_what_a_gates_docstring_says():
     distinct, below = torch.randperm(100)[None].float(), torch.tensor([[-0.5, 0.0, 1.0]])
-    assert (GATES["top_only"].function(distinct, everywhere(distinct)) > 0).equal(distinct >= 80), (
-        "a fifth, as published"
-    )
+    assert (GATES["top_only"].function(distinct, everywhere(distinct)) > 0).equal(distinct >= 80), "a fifth"
     assert GATES["z_score"].function(below, everywhere(below))[0, :2].unique().numel() == 1, "below 0 counts as 0"
 
 
