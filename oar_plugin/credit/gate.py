@@ -202,6 +202,7 @@ def _above(importance_BL: Tensor, reasoning_BL: Tensor, tau: float) -> Tensor:
 
 def _quantile_places(count_B1: Tensor, tau: float) -> tuple[Tensor, Tensor]:
     """Indices of the two sorted values around the tau-quantile, int64 `[B, 2]`, and the weight of the second one, `[B, 1]`."""
+    # Not `Tensor.nanquantile`: the same numbers, but 4 times as slow (1,024 x 4,096 on a CPU), two_level then 1.6 times.
     last_B1 = (count_B1 - 1).clamp_min(0)
     rank_B1 = tau * last_B1.double()
     lower_B1 = rank_B1.floor().long()
@@ -220,5 +221,5 @@ def sorted_rows(values_BL: Tensor) -> Tensor:
     """Each row of `values_BL` in ascending order. On a CPU, `values_BL` itself is sorted."""
     if values_BL.device.type != "cpu":
         return values_BL.sort(-1).values
-    values_BL.numpy().sort(-1)  # up to 50 times as fast as torch's sort, because numpy's uses vector instructions
+    values_BL.numpy().sort(-1)  # torch's sort is 5 to 15 times as slow, and the gates with it 1.6 to 2.4 times
     return values_BL

@@ -4,7 +4,6 @@ Its methods must give the same on part of the vocabulary as on all of it, for a 
 but for rounding. Each call gets new tensors, as in a pass: a method may write into its arguments.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
 
@@ -13,12 +12,16 @@ from torch import Tensor
 
 from oar_plugin.credit import called
 from oar_plugin.credit.importance.base import Backward, Importance, Parts, Reading, Rows
-from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
+from oar_plugin.credit.vocabulary import VocabularyShard
 
-ABSENT = "; rows.token_N is None in pooled rows (use Backward('answer')), entropy_N if not read, clean_NV without noise"
 ALL, ALONE = slice(None), (slice(0, 1), slice(1, 2), slice(2, 3), slice(0, 0))  # a rank may hold no row
-SHARDS = slice(0, 3), slice(3, 7), slice(7, 7)  # columns of three processes; the last one has padding only
+WHOLE, SHARDS = (slice(0, 7),), (slice(0, 3), slice(3, 7), slice(7, 7))  # columns of processes; the last one has none
 NUMBERS_37 = torch.linspace(-5, 5, 21).sin().view(3, 7)  # a row's mean is not among its numbers
+# From 0.1 to 7.4. The last response has no reasoning, like one that is not scored.
+SCORE_34 = (2 * NUMBERS_37[:, :4]).exp() * torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+SHARED = (
+    "where processes share the vocabulary (use rows.vocabulary.softmax, total, largest, subtract_one_at), coefficients"
+)
 
 
 def check(kind: Any) -> None:
@@ -26,140 +29,80 @@ def check(kind: Any) -> None:
     _require(isinstance(kind, type) and issubclass(kind, Importance), "it must be a class derived from Importance")
     are_backwards = isinstance(kind.backwards, tuple) and all(isinstance(one, Backward) for one in kind.backwards)
     _require(are_backwards, "backwards must be a tuple of Backward: (Backward(...),)")
-    _require(isinstance(kind.copies, bool), "copies must be True or False")
+    alone = kind.copies is False or (kind.copies is True and not (kind.backwards or kind.reads))
+    _require(
+        alone, "copies must be False, or True, and then there are no backwards and no reads beside the masked copies"
+    )
     _require(kind.name and kind.help, "it has no name, or no help")
     are_readings = isinstance(kind.reads, set | frozenset) and kind.reads <= {*get_args(Reading)}
     _require(are_readings, f"reads={kind.reads!r}; allowed: a set of {', '.join(get_args(Reading))}")
-    alone = not (kind.copies and (kind.backwards or kind.reads))
-    _require(alone, "masked copies give its scores (copies = True): leave out backwards and reads")
-    importance = called(f"{kind.__name__}()", kind)
     for number, backward in enumerate(kind.backwards):
-        for pooled in (True, False) if backward.rows == "probe" else (False,):
-            _check_coefficients(kind, number, pooled)
+        for pooled in {False, backward.rows == "probe"}:
+            name = "coefficients of pooled rows (no token_N; use Backward('answer'))" if pooled else "coefficients"
+            coefficients, alone = partial(_coefficients, kind, number, pooled), [(row,) for row in ALONE]
+            _compare(name, coefficients, -torch.ones(3, 7), alone, "for a row alone than in a batch")
+            _compare(SHARED, coefficients, -torch.ones(3, 7), [(ALL, SHARDS)], "than on the whole of it")
     if kind.backwards:
-        _check_score(importance)
+        score, wanted_T = partial(_score, kind), torch.ones(3) * (1 if kind.combine is Importance.combine else -1)
+        _compare("score", score, wanted_T, [((None, row),) for row in ALONE], "alone or as [B, T, H] than as [T, H]")
+        # In fp16 a pass gives a gradient in float32 and embeddings in fp16. bf16 has 8 bits.
+        half = [(ALL, torch.bfloat16, torch.bfloat16), (ALL, torch.float32, torch.float16)]
+        _compare("score", score, wanted_T, half, "in bf16 (begin with gradient.float() and embedding.float())", 0.05)
     if not kind.copies:
-        _check_combine(importance)
+        responses = [((slice(0, 1), ALL),), ((slice(1, 2), slice(2)),)]  # without padding at their ends
+        _compare("combine", partial(_combine, kind), SCORE_34.sign(), responses, "for a response alone than in a batch")
 
 
-def _check_coefficients(kind: type[Importance], number: int, pooled: bool) -> None:
-    given = list[Tensor]()
+def _coefficients(kind: Any, number: int, pooled: bool, part: slice, shards: tuple[slice, ...] = WHOLE) -> Tensor:
+    """Of one process, or of several, in turn, with the sums of the round before: in each round one more sum is exact."""
+    backward, known = kind.backwards[number], dict[Any, Tensor]()
 
-    def coefficients(importance: Importance, shard: VocabularyShard, chosen: slice, columns: slice = ALL) -> Tensor:
-        backward = kind.backwards[number]
-        logits_NV = NUMBERS_37[chosen, columns].clone()
-        token_N = None if pooled else torch.tensor([0, 3, 6])[chosen]
-        entropy_N = (
-            torch.tensor([0.2, 1, 5])[chosen] if backward.rows == "reasoning" and "entropy" in kind.reads else None
-        )
-        clean_NV = logits_NV + 0.1 * logits_NV.cos() if pooled and backward.noise else None
-        rows = Rows(logits_NV, token_N, torch.arange(3)[chosen], entropy_N, clean_NV, vocabulary=shard)
-        given.append(logits_NV)
-        try:
-            return _result("coefficients", partial(importance.coefficients, number, rows), logits_NV.shape)
-        except ValueError as fault:
-            raise ValueError(f"{fault}{ABSENT if 'NoneType' in str(fault) else ''}") from None
+    def exchange(given: dict[Any, Tensor], reduce: Any, tensor: Tensor) -> Tensor:
+        key = len(given), reduce, tensor.shape
+        given[key] = tensor.clone()
+        return tensor.copy_(known.get(key, tensor))  # in place, as in torch.distributed
 
-    whole_NV, *alone = (coefficients(kind(), WHOLE_VOCABULARY, chosen) for chosen in (ALL, *ALONE))
-    _require(whole_NV.any(), "coefficients are all 0, and so would be every score; return the factor of each logit")
-    _require_equal(torch.cat(alone), whole_NV, "coefficients of a row change with the other rows; use that row only")
-    try:
-        shared_NV = _together([partial(coefficients, kind(), chosen=ALL, columns=columns) for columns in SHARDS])
-        _require_equal(shared_NV, whole_NV, "coefficients differ from those on the whole vocabulary")
-    except ValueError as fault:
-        where = "where processes share the vocabulary (tensor parallelism),"
-        if not given[0].equal(NUMBERS_37):
-            where = "coefficients writes into rows.logits_NV, of which a process may hold some columns or none:"
-        raise ValueError(
-            f"{where} {fault}; write "
-            "rows.vocabulary.softmax(rows.logits_NV) in place of rows.logits_NV.softmax(-1), rows.vocabulary.total(x) and "
-            "largest(x) for the sum and the maximum of x over all processes, rows.signs() for random signs, and "
-            "rows.vocabulary.subtract_one_at(x, rows.token_N) for the columns of tokens; a process may hold no column"
-        ) from None
+    for processes in (WHOLE, shards, shards, shards):
+        results, exchanged = list[Tensor](), [dict[Any, Tensor]() for _ in processes]
+        for columns, given in zip(processes, exchanged, strict=True):
+            logits_NV = NUMBERS_37[part, columns].clone()
+            token_N = None if pooled else torch.tensor([0, 3, 6])[part]
+            reads = backward.rows == "reasoning" and "entropy" in kind.reads
+            entropy_N = torch.tensor([0.2, 1, 5])[part] if reads else None
+            clean_NV = logits_NV + 0.1 * logits_NV.cos() if pooled and backward.noise else None
+            shard = VocabularyShard(columns.start, *(partial(exchange, given, one) for one in (torch.sum, torch.amax)))
+            rows = Rows(logits_NV, token_N, torch.arange(3)[part], entropy_N, clean_NV, vocabulary=shard)
+            results.append(kind().coefficients(number, rows))
+        _require(len({*map(tuple, exchanged)}) == 1, "other tensors are exchanged on one process than on another")
+        known = {key: key[1](torch.stack([one[key] for one in exchanged]), 0) for key in exchanged[0]}
+    return results[0] if processes is WHOLE else torch.cat(results, -1)
 
 
-def _together(processes: list[Callable[[VocabularyShard], Tensor]]) -> Tensor:
-    """Returns the results of all processes, `[N, V]`. A run ends at the first sum or maximum that is not known."""
-
-    class Waits(BaseException):
-        """No `except Exception` of a method catches it."""
-
-    known = list[Tensor]()
-    while True:
-        done, waiting = list[Tensor](), list[tuple[str, Tensor]]()
-        for process, columns in zip(processes, SHARDS, strict=True):
-            left = [tensor.clone() for tensor in known]
-
-            def exchange(reduce: str, tensor: Tensor, left: list[Tensor] = left) -> Tensor:
-                if not left:
-                    raise Waits(reduce, tensor)
-                return left.pop(0)
-
-            shard = VocabularyShard(columns.start, partial(exchange, "sum"), partial(exchange, "amax"))
-            try:
-                done.append(process(shard))
-            except Waits as waits:
-                waiting.append(waits.args)
-        if not waiting:
-            return torch.cat(done, -1)
-        kinds = {(reduce, tensor.shape) for reduce, tensor in waiting}
-        _require(not done and len(kinds) == 1, "coefficients exchange other tensors on one process than on another")
-        known.append(getattr(torch.stack([tensor for _, tensor in waiting]), waiting[0][0])(0))
+def _score(kind: Any, part: Any, gradient: Any = torch.float32, embedding: Any = torch.float32) -> Tensor:
+    embedding_TH = (NUMBERS_37[part].abs() + 0.5).to(embedding)
+    return kind().score(NUMBERS_37[part].to(gradient, copy=True), embedding_TH)
 
 
-def _check_score(importance: Importance) -> None:
-    signed = type(importance).combine is not Importance.combine  # else the score is the importance
-    single, half, bfloat = torch.float32, torch.float16, torch.bfloat16
-
-    def score(chosen: slice | None, gradient: torch.dtype = single, embedding: torch.dtype = single) -> Tensor:
-        gradient_TH = NUMBERS_37[chosen]
-        given = gradient_TH.to(gradient, copy=True), (gradient_TH.abs() + 0.5).to(embedding)
-        return _result("score", partial(importance.score, *given), gradient_TH.shape[:-1], signed)
-
-    score_T, (batch_T,), *alone = (score(chosen) for chosen in (ALL, None, *ALONE))
-    _require(score_T.any(), "score returned 0 for every token; no token would matter more than another")
-    other_shape = "score of a token changes with the other tokens or the shape of the batch, [T, H] or [B, T, H]"
-    _require_equal(torch.cat([batch_T, *alone]), score_T.repeat(2), other_shape)
-    # In fp16 a pass gives a gradient in float32 and embeddings in fp16. bf16 has 8 bits.
-    rounded_T = torch.cat([score(ALL, bfloat, bfloat), score(ALL, single, half)])
-    other_type = "score differs in bf16 by more than rounding; begin with gradient.float() and embedding.float()"
-    _require_equal(rounded_T, score_T.repeat(2), other_type, 0.05)
+def _combine(kind: Any, part: Any) -> Tensor:
+    some_BL = SCORE_34[part]
+    readings: dict[str, Tensor] = {n: some_BL.sqrt() * (0.9 if n == "entropy" else -1) for n in kind.reads}
+    score_KBL = some_BL ** torch.arange(1, len(kind.backwards) + 1)[:, None, None]
+    return kind().combine(Parts(score_KBL, some_BL > 0, some_BL.mul(999).long(), readings))
 
 
-def _check_combine(importance: Importance) -> None:
-    # The last response has no reasoning, like one that is not scored.
-    reasoning_BL = torch.tensor([[False, True, True, True], [True, True, False, False], [False] * 4])
-
-    def combine(*cut: slice) -> Tensor:  # some responses, without padding at their ends
-        # From 0.1 to 7.4, other numbers for each backward and reading: what a difference or a threshold makes is not all 0.
-        keep_BL, some_BL = reasoning_BL[cut].clone(), (reasoning_BL * (2 * NUMBERS_37[:, :4]).exp())[cut]
-        readings: dict[str, Tensor] = {n: some_BL.sqrt() * (0.9 if n == "entropy" else -1) for n in importance.reads}
-        score_KBL = some_BL ** torch.arange(1, len(importance.backwards) + 1)[:, None, None]
-        parts = Parts(score_KBL, keep_BL, torch.arange(12).view(3, 4)[cut].clone(), readings)
-        return _result("combine", partial(importance.combine, parts), keep_BL.shape, False, reasoning_BL[cut])
-
-    whole_BL = combine(ALL, ALL)
-    some = whole_BL[reasoning_BL].any()
-    _require(some, "combine returned 0 for every token, as in plain GRPO")
-    for cut in ((slice(0, 1), ALL), (slice(1, 2), slice(2))):
-        other_rows = "combine gives a response other numbers in a batch than alone; use its own tokens only"
-        _require_equal(combine(*cut)[reasoning_BL[cut]], whole_BL[cut][reasoning_BL[cut]], other_rows)
-
-
-def _result(name: str, call: Callable[[], Any], shape: torch.Size, signed: bool = True, where: Any = ...) -> Tensor:
-    """What a user's method returns: a tensor of this shape, which `where` is finite and, if not `signed`, not negative."""
-    result = called(name, call)
-    returned = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-    _require(returned == tuple(shape), f"{name} returned {returned}, wanted a tensor of shape {tuple(shape)}")
-    _require(result[where].isfinite().all(), f"{name} returned numbers that are not finite")
-    _require(signed or (result[where] >= 0).all(), f"{name} returned negative numbers; an importance is not negative")
-    return result
-
-
-def _require_equal(one: Tensor, other: Tensor, otherwise: str, relative: float = 1e-4) -> None:
-    """The tensors must be equal but for a share of the largest number."""
-    tolerance = max(1e-12, relative * other.double().abs().amax().item())
-    _require(torch.allclose(one.double(), other.double(), rtol=0, atol=tolerance), otherwise)
+def _compare(name: str, method: Any, like: Tensor, parts: Any, where: str, relative: float = 1e-4) -> None:
+    """Requires results of the shape of `like`, not negative where it is 1 and anything where it is 0, the same for parts."""
+    whole = None
+    for part, *how in ((ALL,), *parts):
+        result, wanted = called(name, partial(method, part, *how)), like[part]
+        returned = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        _require(returned == wanted.shape, f"{name} returned {returned}, wanted a tensor of shape {(*wanted.shape,)}")
+        result = result.double().where(wanted != 0, 0)
+        _require(result.isfinite().all(), f"{name} returned numbers that are not finite")
+        _require((result * wanted.clamp_min(0) >= 0).all(), f"{name} returned negative numbers")
+        whole = result if whole is None else whole
+        _require(whole.any(), f"{name} returned 0 only; no token would matter more than another")
+        _require((result - whole[part]).norm() <= relative * whole.norm(), f"{name} returned other numbers {where}")
 
 
 def _require(holds: object, otherwise: str) -> None:

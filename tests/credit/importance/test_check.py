@@ -5,19 +5,10 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
-from oar_plugin.credit.importance.value import Value
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.gate import gate_of
-from oar_plugin.credit.importance import (
-    IMPORTANCES,
-    Backward,
-    Copies,
-    Importance,
-    importance_of,
-    of_engines,
-    without_copies,
-)
+from oar_plugin.credit.importance import Backward, Importance, importance_of
 from oar_plugin.credit.importance.check import check
 from tests import own_importance
 from tests.own_importance import Saliency
@@ -30,7 +21,7 @@ def test_the_example_works():
     assert isinstance(importance_of(EXAMPLE), Saliency)
     config = OarConfig.parse({"importance": EXAMPLE, "gate": "python:tests.own_importance:upper_half"})
     assert config.importance_object is importance_of(EXAMPLE)
-    assert (config.backwards, config.extra_forwards, config.copies) == (1, 0, None)
+    assert (config.backwards, config.extra_forwards) == (1, 0)
     assert config.gate_object.function is own_importance.upper_half
     assert config.quantile == 0.85
 
@@ -50,10 +41,6 @@ class Empty(Importance):
     name = help = "nothing"
 
 
-class Nameless(Importance):
-    help = "has no attribute of that name"
-
-
 def fault_of(kind):
     """Why a class cannot be used; empty if it can."""
     try:
@@ -68,6 +55,11 @@ def own(said="", base=Saliency, **attributes):
     return pytest.param(type("Own", (base,), attributes), said, id=", ".join([base.__name__, *attributes]))
 
 
+def rows(said, function):
+    """The same for a class whose coefficients are a function of the logits and the shard of the vocabulary."""
+    return own(said, coefficients=lambda self, number, rows: function(rows.logits_NV, rows.vocabulary))
+
+
 def signed(self, gradient, embedding):
     return (gradient * embedding).sum(-1)
 
@@ -78,24 +70,8 @@ def of_every_response_with_reasoning(self, parts):
     return torch.stack([score / score[keep].max() for score, keep in pairs])
 
 
-def surprisal(self, parts):
-    return -parts.log_prob_BL
-
-
-def whole_softmax(self, number, rows):
-    return -rows.vocabulary.subtract_one_at(rows.logits_NV.softmax(-1), rows.token_N)
-
-
-def sums_columns(self, number, rows):
-    return rows.vocabulary.total(rows.logits_NV)
-
-
 def one_hot(self, number, rows):
     return torch.nn.functional.one_hot(rows.token_N, rows.logits_NV.shape[-1])
-
-
-def largest_of_own_columns(self, number, rows):
-    return rows.logits_NV - rows.vocabulary.largest(rows.logits_NV.amax(-1, keepdim=True))
 
 
 def tokens_of_any_shard(self, number, rows):
@@ -107,14 +83,9 @@ def tokens_of_any_shard(self, number, rows):
     return shares_NV
 
 
-def subtracts_in_place(self, number, rows):
-    rows.logits_NV[torch.arange(len(rows.logits_NV)), rows.token_N] -= 1
-    return rows.logits_NV
-
-
-def above_the_mean(self, number, rows):
-    count = rows.vocabulary.total(torch.tensor(float(rows.logits_NV.shape[-1])))
-    return (rows.logits_NV > rows.vocabulary.total(rows.logits_NV.sum(-1, keepdim=True)) / count).float()
+def above_the_mean(logits_NV, shard):
+    count = shard.total(torch.tensor(float(logits_NV.shape[-1])))
+    return (logits_NV > shard.total(logits_NV.sum(-1, keepdim=True)) / count).float()
 
 
 def keeps_its_columns(self, number, rows):
@@ -131,107 +102,81 @@ def fails_with_tokens(self, number, rows):
     return rows.vocabulary.softmax(rows.logits_NV) if rows.token_N is None else None
 
 
-SHARED = "where processes share the vocabulary (tensor parallelism), coefficients"
-WRITES = "coefficients writes into rows.logits_NV, of which a process may hold some columns or none: coefficients"
-
-
-def waits_on_one_process(self, number, rows):
-    return rows.logits_NV if rows.vocabulary.start else rows.vocabulary.total(rows.logits_NV)
-
-
+SHARED = "where processes share the vocabulary (use rows.vocabulary.softmax, total, *), coefficients"
+DIFFER, EXCHANGE = f"{SHARED} returned other numbers*", f"{SHARED} failed*other tensors are exchanged*"
 NOT_READ = '*entropy_BL is not computed; write reads = frozenset({"entropy", "log_prob"}) in the class*'
-NOT_4 = "combine returned (1, 3, 4), wanted a tensor of shape (3, 4)"
-NOT_7 = "coefficients returned (3,), wanted a tensor of shape (3, 7)"
 LOG_PROB, ENTROPY = frozenset({"log_prob"}), frozenset({"entropy"})
-NO_CLASS = "it must be a class derived from Importance"
 NO_TUPLE = "backwards must be a tuple of Backward: (Backward(...),)"
-NO_COEFFICIENTS = "*it has backwards and no method coefficients (the factor of each logit)*"
-NO_SCORE = "*it has backwards and no method score (one number per token from its gradient)*"
-
-
-class Learns(Value):
-    """It can be used, but what learns is the package's alone."""
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (int, NO_CLASS),
-        (3, NO_CLASS),
-        own("Own() failed*size*", __init__=lambda self, size: None),
+        (int, "it must be a class derived from Importance"),
+        (3, "it must be a class derived from Importance"),
+        own("coefficients failed*size*", __init__=lambda self, size: None),
         own("it has no name, or no help", name=""),
         own("it has no name, or no help", help=""),
-        own("it has no name*", base=Nameless),
-        own(NO_SCORE, base=Empty, backwards=(Backward("answer"),), coefficients=Saliency.coefficients),
-        own(NO_COEFFICIENTS, base=Empty, backwards=(Backward(),), score=Saliency.score),
+        own("score failed*it has backwards and no method score (one number*", score=Importance.score),
+        own("*it has backwards and no method coefficients (the factor*", coefficients=Importance.coefficients),
         own("*2 backwards and no method combine that makes*", backwards=(Backward("answer"), Backward("reasoning"))),
         own("*0 backwards and no method combine that makes the importance*", base=Empty),
-        own("its copies are chosen by gradient, and it has no backwards", base=Empty, copies=Copies(by_gradient=True)),
         own(NO_TUPLE, backwards=Backward("answer")),
         own(NO_TUPLE, backwards=("answer",)),
         own("*entropies*allowed: a set of entropy, log_prob", reads=frozenset({"entropies"})),
         own("reads='entropy'*allowed: a set of entropy, log_prob", reads="entropy"),
-        own("copies must be None or Copies(...)", copies=1.0),
-        own(NOT_7, coefficients=lambda self, number, rows: rows.logits_NV.sum(-1)),
-        # Pooled rows have no tokens.
-        own("coefficients failed*NoneType*; rows.token_N is None in pooled rows*", backwards=(Backward("probe"),)),
-        # A rank may hold no row of the answer.
-        own("coefficients failed*max()*", coefficients=lambda *given: given[2].logits_NV * given[2].logits_NV.max()),
+        own("copies must be False, or True, and then*", copies=1.0),
+        own("copies must be False, or True, and then*", copies=True),
+        # What a method returns.
+        rows("coefficients returned (3,), wanted*(3, 7)", lambda x, shard: x.sum(-1)),
         own("score returned float, wanted a tensor of shape (3,)", score=lambda *_: 1.0),
-        own("score returned numbers that are not finite*", score=lambda *pair: signed(*pair).abs() / 0),
-        own("score returned negative numbers*", score=signed),
-        own(NOT_4, combine=lambda self, parts: parts.score_KBL),
+        own("combine returned (1, 3, 4), wanted*(3, 4)", combine=lambda self, parts: parts.score_KBL),
+        own("score returned numbers that are not finite", score=lambda *pair: signed(*pair).abs() / 0),
+        own("score returned negative numbers", score=signed),
         own("combine returned negative*", reads=LOG_PROB, combine=lambda self, parts: parts.log_prob_BL),
-        own("combine failed*max()*", combine=of_every_response_with_reasoning),
-        own("combine failed: KeyError('of mine') (test_check.py, line [0-9]*)", combine=lambda *given: {}["of mine"]),
-        own(
-            "coefficients failed*(test_check.py, line [0-9]*)",
-            coefficients=lambda *given: given[2].vocabulary.softmax(3),
-        ),
-        # What a pass does not give: noise-free logits without noise, entropies of rows that predict no reasoning.
-        own("coefficients failed*", backwards=(Backward(),), coefficients=wants_noise),
-        own(
-            "coefficients failed*", reads=ENTROPY, coefficients=lambda *given: given[2].entropy_N * given[2].logits_NV.T
-        ),
-        # Rows of the probe have tokens where they are not pooled.
+        rows("coefficients returned 0 only*", lambda x, shard: x * 0),
+        own("score returned 0 only*", score=lambda self, gradient, _: gradient.sum(-1) * 0),
+        own("combine returned 0 only*", combine=lambda self, parts: parts.score_KBL[0] * 0),
+        # What it raises, with file and line.
+        rows("coefficients failed*(test_check.py, line *)", lambda x, shard: shard.softmax(3)),
+        # What a pass does not give: tokens of pooled rows, noise-free logits without noise, entropies of rows that predict
+        # no reasoning, readings that `reads` does not name.
+        own("coefficients of pooled rows (no token_N; *) failed*NoneType*", backwards=(Backward("probe"),)),
+        own("coefficients of pooled rows * failed*", backwards=(Backward(),), coefficients=wants_noise),
+        own("coefficients failed*", reads=ENTROPY, coefficients=lambda *given: given[2].entropy_N * given[2].logits_NV),
+        own(NOT_READ, reads=LOG_PROB, combine=lambda self, parts: parts.entropy_BL),
+        # Rows of the probe have tokens where they are not pooled, and a rank may hold no row of the answer.
         own("*returned NoneType*", backwards=(Backward(),), coefficients=fails_with_tokens),
-        own("score of a token changes*", score=lambda self, gradient, _: gradient.abs().sum(-1) * gradient.dim()),
-        # Other numbers on another layout.
-        own(f"{SHARED} differ *write rows.vocabulary.softmax(rows.logits_NV) in place*", coefficients=whole_softmax),
-        own(f"{SHARED} exchange other tensors*", coefficients=waits_on_one_process),
-        own(f"{SHARED} exchange other tensors*", coefficients=sums_columns),
-        own(f"{SHARED} failed*Class values*subtract_one_at(x, rows.token_N)*", coefficients=one_hot),
-        own("coefficients of a row change*", coefficients=lambda *given: given[2].logits_NV.softmax(0)),
-        own("score of a token changes*", score=lambda self, gradient, _: gradient.square().sum(-1) / gradient.norm()),
-        own("score differs in bf16*", score=lambda self, gradient, embedding: (1e4 + gradient.sum(-1) ** 2) - 1e4),
-        own("combine gives a response*", combine=lambda self, parts: parts.score_KBL[0] / parts.score_KBL[0].max()),
-        own(f"{SHARED} failed*a process may hold no column", coefficients=largest_of_own_columns),
-        own(f"{SHARED} differ*", coefficients=tokens_of_any_shard),
-        own(f"{WRITES} differ*", coefficients=lambda *given: given[2].logits_NV.copy_(given[2].logits_NV.softmax(-1))),
-        own(f"{WRITES} failed: IndexError*subtract_one_at*", coefficients=subtracts_in_place),
-        own(
-            f"{WRITES} failed: IndexError*",
-            coefficients=lambda *given: given[2].logits_NV.index_fill_(1, torch.tensor([6]), 0),
-        ),
-        own("coefficients are all 0*", coefficients=lambda *given: given[2].logits_NV * 0),
-        own("score returned 0 for every token*", score=lambda self, gradient, _: gradient.sum(-1) * 0),
-        own("combine returned 0 for every token*", combine=lambda self, parts: parts.score_KBL[0] * 0),
-        own(f"{SHARED} differ*", coefficients=lambda *given: given[2].logits_NV.softmax(-1) * 1e-8),
-        own("coefficients of a row*", coefficients=lambda *given: given[2].logits_NV.sub_(given[2].logits_NV.mean(0))),
-        own("combine gives*", combine=lambda self, parts: parts.score_KBL[0].div_(parts.score_KBL[0].max())),
+        rows("coefficients failed*amax()*", lambda x, _: x + 0 * x.amax(0)),
+        # Other numbers in a batch than alone, in place or not, or in another shape or type.
+        rows("coefficients returned other*alone*", lambda x, shard: x.softmax(0)),
+        own("score returned other*alone*", score=lambda self, gradient, _: gradient.square().sum(-1) / gradient.norm()),
+        own("score returned other*[[]B, T, H]*", score=lambda *pair: pair[1].abs().sum(-1) * pair[1].dim()),
+        own("combine returned other*alone*", combine=lambda _, parts: parts.score_KBL[0].div_(parts.score_KBL.max())),
+        own("combine*alone*", combine=lambda self, parts: parts.score_KBL[0] / parts.score_KBL.shape[-1]),
+        own("combine failed*max()*", combine=of_every_response_with_reasoning),
+        own("score returned other*bf16*float()*", score=lambda *pair: (1e4 + pair[1].sum(-1) ** 2) - 1e4),
         own("score failed*Half*", score=lambda self, *pair: torch.einsum("...h,...h->...", *pair).abs()),
+        # Other numbers where processes share the vocabulary.
+        rows(DIFFER, lambda x, _: x.softmax(-1)),
+        rows(DIFFER, lambda x, shard: x.softmax(-1) * 1e-8),
+        own(DIFFER, coefficients=tokens_of_any_shard),
+        rows(DIFFER, lambda x, shard: x * shard.total(torch.ones(()))),
+        own(f"{SHARED} failed*Class values*", coefficients=one_hot),
+        rows(f"{SHARED} failed*IndexError*", lambda x, shard: x - shard.largest(x.amax(-1, keepdim=True))),
+        rows(f"{SHARED} failed*IndexError*", lambda x, shard: x.index_fill_(1, torch.tensor([6]), 0)),
+        rows(EXCHANGE, lambda x, shard: x + shard.total(0 * x)),
+        rows(EXCHANGE, lambda x, shard: shard.softmax(x) if x.numel() else x),
         # What works on every layout, in place, as a bool, or with a tensor that a process keeps.
-        own(coefficients=lambda *given: given[2].vocabulary.softmax(given[2].logits_NV.div_(0.7))),
-        own(coefficients=lambda *given: given[2].vocabulary.softmax(given[2].logits_NV) > 0.1),
-        own(coefficients=above_the_mean),
+        rows("", lambda x, shard: shard.softmax(x.div_(0.7))),
+        rows("", lambda x, shard: shard.softmax(x) > 0.1),
+        rows("", above_the_mean),
+        rows("", lambda x, shard: shard.total(torch.ones(1)) / shard.total(torch.ones(1)) * shard.softmax(x)),
         own(coefficients=keeps_its_columns),
         own(score=lambda *given: (given[1] > 0).any(-1), combine=lambda self, parts: parts.score_KBL[0] > 0.3),
         own(score=lambda self, gradient, _: gradient.float().square_().sum(-1)),
-        own(reads=frozenset({"entropy"}), combine=lambda _, parts: parts.entropy_BL.neg_().exp_() * parts.score_KBL[0]),
-        # A pass computes nothing that `reads` does not name.
-        own("combine failed*log_prob_BL is not*reads = frozenset({?log_prob?})*", combine=surprisal),
-        own(NOT_READ, reads=LOG_PROB, combine=lambda self, parts: parts.entropy_BL),
-        own(reads=LOG_PROB, combine=surprisal),
+        own(reads=ENTROPY, combine=lambda _, parts: parts.entropy_BL.neg_().exp_() * parts.score_KBL[0]),
+        own(reads=LOG_PROB, combine=lambda self, parts: -parts.log_prob_BL),
         # Thresholds and differences give most of the check's tokens 0, not all.
         own(reads=ENTROPY, combine=lambda self, parts: parts.entropy_BL > 1),
         own(reads=LOG_PROB | ENTROPY, combine=lambda self, parts: (parts.entropy_BL + parts.log_prob_BL).abs()),
@@ -240,9 +185,6 @@ class Learns(Value):
         # Tokens outside of the reasoning are ignored, and scores for `combine` may be negative.
         own(combine=lambda self, parts: parts.score_KBL[0] / parts.reasoning_BL),
         own(score=signed, combine=lambda self, parts: parts.score_KBL[0].abs()),
-        own(score=lambda self, gradient, embedding: gradient.sum(-1).clamp_min(0)),
-        # Copies are chosen by what `combine` makes of a gradient.
-        own(NOT_4, copies=Copies(by_gradient=True), combine=lambda self, parts: parts.score_KBL),
     ],
 )
 def test_what_an_importance_lacks(kind, said):
@@ -250,13 +192,8 @@ def test_what_an_importance_lacks(kind, said):
 
 
 def test_a_backward_starts_from_rows_that_there_are():
-    with pytest.raises(ValueError, match=r"rows='awnser'.*allowed: probe, answer, reasoning, later"):
+    with pytest.raises(ValueError, match=r"rows='awnser'.*allowed: probe, answer, reasoning"):
         Backward("awnser")
-
-
-def test_names_for_messages():
-    assert without_copies().split(", ") == [name for name, kind in IMPORTANCES.items() if kind.copies is None]
-    assert [IMPORTANCES[name].copies.by_gradient for name in of_engines().split(", ")] == [False, False]
 
 
 # ---- importances and gates in a configuration; test_gate.py has the faults of gates
@@ -273,11 +210,9 @@ def message_of(key, value):
     ("key", "name", "part"),
     [
         ("importance", "Empty", "cannot be used: combine failed"),
-        ("importance", "Learns", "learns=True is not supported in a class of your own; allowed: value"),
         ("importance", "Absent", "cannot be imported"),
         ("gate", "HERE", "must be a function of (importance_BL, reasoning_BL, tau, beta, floor)"),
         ("gate", "Saliency", "a call with (importance_BL, reasoning_BL) failed"),
-        ("gate", "absent", "cannot be imported"),
     ],
 )
 def test_what_cannot_work_is_refused_at_the_start(key, name, part):
@@ -287,7 +222,7 @@ def test_what_cannot_work_is_refused_at_the_start(key, name, part):
 @pytest.mark.parametrize(
     ("key", "known"),
     [
-        ("importance", ["allowed: fisher, oar_g, decision, oar_p", "python:<module>:<class>"]),
+        ("importance", ["allowed: fisher, oar_g, ", "python:<module>:<class>"]),
         ("gate", ["allowed: two_level, bi_level", "python:<module>:<function>"]),
     ],
 )
@@ -313,7 +248,6 @@ def test_a_module_that_does_not_import_says_why(key, tmp_path, monkeypatch):
     [
         (EXAMPLE, None),
         ("oar_p", "would run masked copies.*fisher"),
-        ("hybrid", "would run masked copies.*fisher"),
         ("fihser", "unknown.*fisher"),
         (f"{HERE}:Empty", "no method combine that makes the importance"),
     ],
