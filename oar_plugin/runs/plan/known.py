@@ -31,11 +31,11 @@ class NotCountedError(NotPlannedError):
         self.kind, self.shape = kind, shape
 
 
-def counts(kind: str, layers: int, length: float = 0.0, **shape: Any) -> dict[str, dict[str, float]]:
-    """Return section -> name -> number, for a number of layers and a length. Raise NotCountedError if none are shipped."""
+def counts(kind: str, shape: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return section -> name -> coefficients, the arguments of `at`. Raise NotCountedError if none are shipped."""
     if (name := name_of(kind, shape)) not in COUNTS:
         raise NotCountedError(kind, shape)
-    return {part: {one: at(powers, layers, length) for one, powers in of.items()} for part, of in COUNTS[name].items()}
+    return COUNTS[name]
 
 
 def at(powers: Sequence[Sequence[float]], layers: int, length: float = 0.0) -> float:
