@@ -17,7 +17,7 @@ from oar_plugin.runs.plan import hardware
 from oar_plugin.runs.plan.hardware import EXPECTED, GIB, GOOD, POOR, SCORED, Efficiency, Gpu
 from oar_plugin.runs.plan.known import KNOWN, NotPlannedError, PlanError, at, counts, load_model
 
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GENERATION, LOG_PROB, REFERENCE, UPDATE, SYNC = "generation", "log-probs", "reference", "update", "weight sync"
 IMPORTANCE, COPIES, GATE = OAR = ("OAR: importance", "OAR: masked copies", "OAR: gate")
 TEMPORARY = "temporary"  # the part of memory with activations, logits, gathered weights
@@ -84,10 +84,7 @@ class Plan:
         sizes = {
             f"{self.group}: tensor {self.tp} x pipeline {self.pp} x context {self.cp} = {ranks}": (self.gpus, ranks),
             f"{self.group}: pipeline {self.pp} x expert {self.ep}": (self.gpus, self.pp * self.ep * self.etp),
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={self.engine_tp}": (
-                self.rollout_gpus,
-                self.engine_tp,
-            ),
+            f"{ROLLOUT}.tensor_model_parallel_size={self.engine_tp}": (self.rollout_gpus, self.engine_tp),
         }
         for what, (gpus, size) in sizes.items():
             if gpus % size:
@@ -120,8 +117,8 @@ class Plan:
             self.recompute = engine.override_transformer_config.get("recompute_granularity") == "full"
         # Bytes of a stored weight; under FSDP also of its gradient and of each Adam moment.
         self.weight = 4 if not self.megatron and engine.model_dtype == "fp32" else HALF
-        self.fused = bool(model.use_fused_kernels)
         self.counted = {"model": self.model.dimensions, "recompute": self.recompute, "lora_rank": model.lora_rank}
+        self.fused = bool(model.use_fused_kernels)
         self.work = counts("Work", self.counted | {"whole_layers": self.recompute and self.megatron})
         # Of "experts", "embedding", "trained" and "all"; "base": without adapters.
         self.parameters = {name: at(of, self.model.num_hidden_layers) for name, of in self.work["parameters"].items()}
@@ -153,17 +150,14 @@ class Plan:
         powers, layers = self.work["flops"][name], self.model.num_hidden_layers
         return at(powers, layers, length) - (at(powers, layers, start) if start else 0.0)
 
-    def counted_memory(self, tokens: float) -> dict[str, Parts]:
-        """Return phase -> part -> bytes of an FSDP rank, and "sent", in micro-batches of so many tokens."""
+    def counted_memory(self, section: str, tokens: float) -> Parts:
+        """Return part -> bytes of a phase of an FSDP rank, or phase -> bytes "sent", for a micro-batch of so many tokens."""
         chunked = self.actor.entropy_from_logits_with_chunking and not self.fused
         shape = self.counted | {"fused": self.fused, "shards": min(self.shards, COUNTED_RANKS), "element": "bf16"}
         shape |= {"tokens": int(tokens), "weights": "fp32" if self.weight == 4 else "bf16"}
         shape["entropy_rows"] = self.actor.entropy_from_logits_chunk_size if chunked else 0
-        parts = counts("Memory", shape).items()
-        return {
-            phase: {part: at(powers, self.model.num_hidden_layers) for part, powers in of.items()}
-            for phase, of in parts
-        }
+        parts = counts("Memory", shape).get(section, {})  # one rank sends nothing
+        return {part: at(powers, self.model.num_hidden_layers) for part, powers in parts.items()}
 
     def _step(self, seconds: Parts) -> float:
         training = sum(seconds.values()) - seconds[GENERATION]
@@ -244,7 +238,7 @@ def temporary(p: Plan, phase: str, tokens: float) -> float:
     """Return the peak of a phase's temporary tensors in bytes, in micro-batches of so many tokens."""
     m, trained = p.model, phase == UPDATE
     if not p.megatron:
-        parts = p.counted_memory(tokens)[phase]
+        parts = p.counted_memory(phase, tokens)
         if trained:  # the optimizer's temporary tensors are a rank's share of the weights
             parts["optimizer"] *= min(p.shards, COUNTED_RANKS) / p.shards
         return max(parts.values())
@@ -347,7 +341,7 @@ def pass_seconds(p: Plan, efficiency: Efficiency, phase: str) -> float:
         # Tokens go to their experts and back; the ranks of a split expert gather them.
         waited += 2 * m.num_experts_per_tok * m.hidden_size / p.tp * (p.etp - 1 / p.ep)
     else:
-        sent = p.counted_memory(size).get("sent", {})  # one rank sends nothing
+        sent = p.counted_memory("sent", size)
         plain, scored, update = (sent.get(phase, 0.0) for phase in (LOG_PROB, "importance", UPDATE))
         gathered = update if trains else forwards * plain + backwards * (scored - plain)
         overlapped, group = count * gathered * (1 - 1 / p.shards), p.cp
