@@ -55,8 +55,7 @@ def load_model(name: str) -> SimpleNamespace:
     if (short := "-".join(word for word in words if word not in KNOWN["variants"])) not in KNOWN["models"]:
         known = ", ".join(KNOWN["models"])
         raise NotPlannedError(f"actor_rollout_ref.model.path={name}; its last part must be one of {known}")
-    values = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0)
-    values |= zip(KNOWN["columns"], KNOWN["models"][short], strict=True)
+    values = dict(zip(KNOWN["columns"], KNOWN["models"][short], strict=True))
     values |= KNOWN["families"][values["model_type"]]
     values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
     counted = {key: value for key, value in values.items() if value and key != "num_hidden_layers"}

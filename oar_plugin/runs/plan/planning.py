@@ -57,9 +57,8 @@ class Plan:
         self.to_grpo = self.step / self._step({phase: t for phase, t in self.seconds.items() if phase not in OAR})
         # The run, validations included: hours as expected, at least, at most. None: unknown.
         trainer, rows = config.trainer, _rows(config.data.train_files)
-        self.steps: int | None = trainer.total_training_steps
-        if self.steps is None and rows:
-            self.steps = rows // config.data.train_batch_size * trainer.total_epochs
+        epochs = rows // config.data.train_batch_size * trainer.total_epochs if rows else None
+        self.steps = epochs if trainer.total_training_steps is None else trainer.total_training_steps
         self.validations = math.ceil((self.steps or 0) / trainer.test_freq) if trainer.test_freq > 0 else 0
         self.validations += trainer.val_before_train
         self.hours = None if self.steps is None else [self._hours(self.steps, e) for e in (EXPECTED, GOOD, POOR)]
@@ -73,10 +72,11 @@ class Plan:
             kinds = ("tensor_model", "pipeline_model", "context", "expert_model")
             self.tp, self.pp, self.cp, self.ep = (engine[f"{kind}_parallel_size"] for kind in kinds)
             self.etp = engine.expert_tensor_parallel_size or self.tp
-            self.shards = self.gpus
+            self.recompute = engine.override_transformer_config.get("recompute_granularity") == "full"
         else:  # verl copies the actor's value to fsdp_config, from which the engine reads it
             self.cp = max(self.actor.ulysses_sequence_parallel_size, engine.ulysses_sequence_parallel_size)
-            self.shards = engine.fsdp_size if 1 <= engine.fsdp_size <= self.gpus else self.gpus
+            self.recompute = self.config.actor_rollout_ref.model.enable_gradient_checkpointing
+        self.shards = self.gpus if self.megatron or not 1 <= engine.fsdp_size <= self.gpus else engine.fsdp_size
         # In `separate_async` engines have GPUs of their own besides, and generation overlaps with training.
         self.dedicated, self.engine_tp = trainer_of(self.config) == "separate_async", rollout.tensor_model_parallel_size
         self.rollout_gpus: int = rollout.nnodes * rollout.n_gpus_per_node if self.dedicated else self.gpus
@@ -105,18 +105,16 @@ class Plan:
         self.reasoning = max(1.0, self.mean_response - self.answer)
         self.mini_batches = max(1, data.train_batch_size // self.actor.ppo_mini_batch_size)
         # Tokens of a micro-batch on one GPU, which cannot hold more than its rank has in total.
-        limits = self.rollout.log_prob_max_token_len_per_gpu, self.actor.ppo_max_token_len_per_gpu
-        rows = (math.ceil(self.sequences / count / self.dp) for count in (1, self.mini_batches))
-        sizes = (min(limit, count * self.max_length / self.cp) for limit, count in zip(limits, rows, strict=True))
-        self.micro_batch = dict(zip((LOG_PROB, UPDATE), sizes, strict=True))
+        all_, some = (
+            math.ceil(self.sequences / n / self.dp) * self.max_length / self.cp for n in (1, self.mini_batches)
+        )
+        self.micro_batch = {LOG_PROB: min(self.rollout.log_prob_max_token_len_per_gpu, all_)}
+        self.micro_batch[UPDATE] = min(self.actor.ppo_max_token_len_per_gpu, some)
 
     def _read_counts(self) -> None:
-        model, engine = self.config.actor_rollout_ref.model, self.engine
-        self.recompute = model.enable_gradient_checkpointing
-        if self.megatron:
-            self.recompute = engine.override_transformer_config.get("recompute_granularity") == "full"
+        model = self.config.actor_rollout_ref.model
         # Bytes of a stored weight; under FSDP also of its gradient and of each Adam moment.
-        self.weight = 4 if not self.megatron and engine.model_dtype == "fp32" else HALF
+        self.weight = 4 if not self.megatron and self.engine.model_dtype == "fp32" else HALF
         self.counted = {"model": self.model.dimensions, "recompute": self.recompute, "lora_rank": model.lora_rank}
         self.fused = bool(model.use_fused_kernels)
         self.work = counts("Work", self.counted | {"whole_layers": self.recompute and self.megatron})
@@ -350,8 +348,9 @@ def pass_seconds(p: Plan, efficiency: Efficiency, phase: str) -> float:
     passes = forwards + backwards * (2 if p.recompute else 1) + (0.5 if p.megatron and trains and p.tp > 1 else 0.0)
     waited *= passes * m.num_hidden_layers / p.pp * HALF * tokens
     # Communication of FSDP and of the optimizer overlaps with arithmetic.
-    overlapped = link_seconds(p, efficiency, overlapped, p.shards)
-    return max(arithmetic, overlapped) + link_seconds(p, efficiency, waited, group)
+    return max(arithmetic, link_seconds(p, efficiency, overlapped, p.shards)) + link_seconds(
+        p, efficiency, waited, group
+    )
 
 
 def generation_seconds(p: Plan, efficiency: Efficiency, sequences: float) -> float:
@@ -374,8 +373,7 @@ def generation_seconds(p: Plan, efficiency: Efficiency, sequences: float) -> flo
         reading = (weights + running * seen * p.cache_bytes) / (p.gpu.bandwidth * 1e9 * efficiency.decoding)
         return max(reading, running * token_flops / compute) + latency
 
-    prefill = sequences / p.rollout.n * p.flops_of("layers", p.mean_prompt) / (engines * compute)
-    steady = sequences / engines / together * p.mean_response
-    longest = p.config.data.max_response_length - p.mean_response
-    steady *= token_seconds(together, p.mean_prompt + p.mean_response / 2)
-    return prefill + steady + longest * token_seconds(together / 4, p.length)
+    seconds = sequences / p.rollout.n * p.flops_of("layers", p.mean_prompt) / (engines * compute)  # of prompts
+    steps = sequences / engines / together * p.mean_response
+    seconds += steps * token_seconds(together, p.mean_prompt + p.mean_response / 2)
+    return seconds + (p.config.data.max_response_length - p.mean_response) * token_seconds(together / 4, p.length)
