@@ -11,7 +11,7 @@ from benchmarks.count import real, ship
 from benchmarks.count.fake_step import count, measure
 from benchmarks.count.shapes import Work
 from oar_plugin.runs.plan.known import COUNTS, at
-from oar_plugin.runs.plan.planning import Plan
+from oar_plugin.runs.plan.planning import UPDATE, Plan
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
 DENSE, SMALL, work = real.DENSE, real.SMALL, cache(count)
@@ -80,13 +80,14 @@ def test_a_count_of_today_is_the_shipped_one_and_a_lacking_one_is_added(tmp_path
     shipped, file = json.loads(ship.SHIPPED.read_text()), tmp_path / "counts.json"
     monkeypatch.setattr(ship, "SHIPPED", file)
     config = compose_recipe(find_recipe("qwen2_5_7b_lora"))
-    update = Plan(config).counted_memory(True)
+    made = Plan(config)
+    update = made.counted_memory(UPDATE, made.micro_batch[UPDATE])
     for name in [name for name, of in shipped.items() if "sent" in of]:
         monkeypatch.delitem(COUNTS, name)
     assert ship.ship("qwen2_5_7b_lora", []).endswith(": 1"), "the same micro-batches in log-probs and update"
     added = json.loads(file.read_text())
     assert added == {name: of for name, of in shipped.items() if name in added}
-    assert Plan(config).counted_memory(True) == update
+    assert Plan(config).counted_memory(UPDATE, made.micro_batch[UPDATE]) == update
 
 
 def test_a_process_group_that_exists_is_refused_and_ours_is_gone():

@@ -31,11 +31,11 @@ class NotCountedError(NotPlannedError):
         self.kind, self.shape = kind, shape
 
 
-def counts(kind: str, layers: int, length: float = 0.0, **shape: Any) -> dict[str, dict[str, float]]:
-    """Return section -> name -> number, for a number of layers and a length. Raise NotCountedError if none are shipped."""
+def counts(kind: str, shape: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return section -> name -> coefficients, the arguments of `at`. Raise NotCountedError if none are shipped."""
     if (name := name_of(kind, shape)) not in COUNTS:
         raise NotCountedError(kind, shape)
-    return {part: {one: at(powers, layers, length) for one, powers in of.items()} for part, of in COUNTS[name].items()}
+    return COUNTS[name]
 
 
 def at(powers: Sequence[Sequence[float]], layers: int, length: float = 0.0) -> float:
@@ -55,8 +55,7 @@ def load_model(name: str) -> SimpleNamespace:
     if (short := "-".join(word for word in words if word not in KNOWN["variants"])) not in KNOWN["models"]:
         known = ", ".join(KNOWN["models"])
         raise NotPlannedError(f"actor_rollout_ref.model.path={name}; its last part must be one of {known}")
-    values = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 0)
-    values |= zip(KNOWN["columns"], KNOWN["models"][short], strict=True)
+    values = dict(zip(KNOWN["columns"], KNOWN["models"][short], strict=True))
     values |= KNOWN["families"][values["model_type"]]
     values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
     counted = {key: value for key, value in values.items() if value and key != "num_hidden_layers"}

@@ -7,7 +7,7 @@ Memory is that of one GPU, in bytes, for a full micro-batch of sequences of the 
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -15,7 +15,7 @@ from oar_plugin.credit.regression import COLUMNS, FEATURES
 from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
 from oar_plugin.runs.plan import hardware
 from oar_plugin.runs.plan.hardware import EXPECTED, GIB, GOOD, POOR, SCORED, Efficiency, Gpu
-from oar_plugin.runs.plan.known import KNOWN, NotPlannedError, PlanError, counts, load_model
+from oar_plugin.runs.plan.known import KNOWN, NotPlannedError, PlanError, at, counts, load_model
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GENERATION, LOG_PROB, REFERENCE, UPDATE, SYNC = "generation", "log-probs", "reference", "update", "weight sync"
@@ -24,13 +24,6 @@ TEMPORARY = "temporary"  # the part of memory with activations, logits, gathered
 COUNTED_RANKS = 8  # most FSDP ranks that are counted: with more, only a rank's share of the states is smaller
 HALF = 2  # bytes of an element of activations, of the engine's weights and of its cache
 Parts = dict[str, float]  # name of a part of memory, or of a phase -> bytes, FLOPs or seconds
-
-
-def _rows(files: Any) -> int | None:
-    """Return the number of rows in files of `oar data`; None if there is another one."""
-    paths = [Path(file) for file in ([files] if isinstance(files, str) else files)]
-    known = [KNOWN["rows"].get(f"{path.parent.name}/{path.stem}") for path in paths]
-    return None if None in known else sum(known)
 
 
 class Plan:
@@ -42,49 +35,51 @@ class Plan:
     def __init__(
         self, config: DictConfig, gpu: Gpu | None = None, response: float | None = None, scored: float = SCORED
     ) -> None:
-        data, trainer, host = config.data, config.trainer, config.actor_rollout_ref
+        host = config.actor_rollout_ref
         for key, allowed in KNOWN["planned"].items():
             if (value := OmegaConf.select(host, key)) not in (None, *allowed):
                 only = ", ".join(map(str, allowed))
                 raise NotPlannedError(f"not planned: actor_rollout_ref.{key}={value}; only {only}")
         self.config, self.actor, self.rollout, self.gpu = config, host.actor, host.rollout, gpu or hardware.choose_gpu()
         self.model, self.megatron = load_model(host.model.path), host.actor.strategy == "megatron"
-        self.group = f"{ACTOR}.megatron" if self.megatron else f"{ACTOR}.fsdp_config"
+        self.group = f"{ACTOR}.{'megatron' if self.megatron else 'fsdp_config'}"
         self.engine = OmegaConf.select(config, self.group)
         self.settings = resolve(config) if switched_on(config) else None  # None for a run without OAR
-        self.extra_forwards = 0  # of importance, besides the log-prob pass
-        if self.settings is not None:
-            importance, replay = self.settings.importance_object, OmegaConf.select(self.engine, "router_replay.mode")
-            # For router replay verl records routes in a forward without a backward.
-            recording = replay == "R2" and any(one.backward is not None for one in importance.forwards(1)[:1])
-            self.extra_forwards = self.settings.extra_forwards + recording
-        self.sequences: int = data.train_batch_size * self.rollout.n
-        self.updates: int = max(1, data.train_batch_size // self.actor.ppo_mini_batch_size) * self.actor.ppo_epochs
-        self.max_length: int = data.max_prompt_length + data.max_response_length
-        self.mean_prompt = data.max_prompt_length * hardware.MEAN_PROMPT
-        self.mean_response = float(response or data.max_response_length * hardware.MEAN_RESPONSE)
-        if self.mean_response > data.max_response_length:
-            raise PlanError(f"--response-length {response:g}: must be at most {data.max_response_length}")
-        self.length = self.mean_prompt + self.mean_response
-        # algorithm.filter_groups replaces groups without an advantage, assumed in one more round, and scores the whole batch.
-        filtered = bool(OmegaConf.select(config, "algorithm.filter_groups.enable"))
-        self.rounds = [float(self.sequences)] + [self.sequences * (1 / scored - 1)] * filtered
-        self.scored_share = 1.0 if filtered else scored
-        # Numbers of ranks that split a tensor, the layers, a sequence, experts, one expert, and FSDP's states.
+        self._read_layout()
+        self._read_batch(response or config.data.max_response_length * hardware.MEAN_RESPONSE, scored)
+        self._read_counts()
+        self.memory = step_memory(self)  # phase -> part -> bytes on one GPU
+        self._judge()
+        self.passes = trainer_passes(self)  # phase -> FLOPs of one step, over all GPUs, and what runs
+        self.seconds = step_seconds(self, EXPECTED)  # phase -> seconds of one step
+        self.oar = sum(self.seconds.get(phase, 0.0) for phase in OAR)
+        self.step = self._step(self.seconds)
+        self.to_grpo = self.step / self._step({phase: t for phase, t in self.seconds.items() if phase not in OAR})
+        # The run, validations included: hours as expected, at least, at most. None: unknown.
+        trainer, rows = config.trainer, _rows(config.data.train_files)
+        epochs = rows // config.data.train_batch_size * trainer.total_epochs if rows else None
+        self.steps = epochs if trainer.total_training_steps is None else trainer.total_training_steps
+        self.validations = math.ceil((self.steps or 0) / trainer.test_freq) if trainer.test_freq > 0 else 0
+        self.validations += trainer.val_before_train
+        self.hours = None if self.steps is None else [self._hours(self.steps, e) for e in (EXPECTED, GOOD, POOR)]
+
+    def _read_layout(self) -> None:
+        """Read the numbers of ranks that split a tensor, the layers, a sequence, experts, one expert, and FSDP's states."""
+        trainer, rollout, engine = self.config.trainer, self.rollout, self.engine
         self.gpus: int = trainer.nnodes * trainer.n_gpus_per_node
         self.tp = self.pp = self.ep = self.etp = 1
-        self.shards, self.recompute = self.gpus, host.model.enable_gradient_checkpointing
         if self.megatron:
             kinds = ("tensor_model", "pipeline_model", "context", "expert_model")
-            self.tp, self.pp, self.cp, self.ep = (self.engine[f"{kind}_parallel_size"] for kind in kinds)
-            self.etp = self.engine.expert_tensor_parallel_size or self.tp
-            self.recompute = self.engine.override_transformer_config.get("recompute_granularity") == "full"
+            self.tp, self.pp, self.cp, self.ep = (engine[f"{kind}_parallel_size"] for kind in kinds)
+            self.etp = engine.expert_tensor_parallel_size or self.tp
+            self.recompute = engine.override_transformer_config.get("recompute_granularity") == "full"
         else:  # verl copies the actor's value to fsdp_config, from which the engine reads it
-            self.cp = max(self.actor.ulysses_sequence_parallel_size, self.engine.ulysses_sequence_parallel_size)
-            self.shards = self.engine.fsdp_size if 1 <= self.engine.fsdp_size <= self.gpus else self.gpus
+            self.cp = max(self.actor.ulysses_sequence_parallel_size, engine.ulysses_sequence_parallel_size)
+            self.recompute = self.config.actor_rollout_ref.model.enable_gradient_checkpointing
+        self.shards = self.gpus if self.megatron or not 1 <= engine.fsdp_size <= self.gpus else engine.fsdp_size
         # In `separate_async` engines have GPUs of their own besides, and generation overlaps with training.
-        self.dedicated, self.engine_tp = trainer_of(config) == "separate_async", self.rollout.tensor_model_parallel_size
-        self.rollout_gpus: int = self.rollout.nnodes * self.rollout.n_gpus_per_node if self.dedicated else self.gpus
+        self.dedicated, self.engine_tp = trainer_of(self.config) == "separate_async", rollout.tensor_model_parallel_size
+        self.rollout_gpus: int = rollout.nnodes * rollout.n_gpus_per_node if self.dedicated else self.gpus
         ranks = self.tp * self.pp * self.cp
         sizes = {
             f"{self.group}: tensor {self.tp} x pipeline {self.pp} x context {self.cp} = {ranks}": (self.gpus, ranks),
@@ -95,77 +90,80 @@ class Plan:
             if gpus % size:
                 raise PlanError(f"{what}: must divide the {gpus} GPUs of nnodes x n_gpus_per_node")
         self.dp = self.gpus // ranks
+
+    def _read_batch(self, response: float, scored: float) -> None:
+        data = self.config.data
+        self.mean_prompt, self.mean_response = data.max_prompt_length * hardware.MEAN_PROMPT, response
+        self.length, self.max_length = self.mean_prompt + response, data.max_prompt_length + data.max_response_length
+        self.sequences: int = data.train_batch_size * self.rollout.n
+        # algorithm.filter_groups replaces groups without an advantage, assumed in one more round, and scores the whole batch.
+        filtered = bool(OmegaConf.select(self.config, "algorithm.filter_groups.enable"))
+        self.rounds = [self.sequences, self.sequences * (1 / scored - 1) if filtered else 0.0]
+        self.scored_share = 1.0 if filtered else scored
+        # Rows that the probe reads, and tokens that get importance.
+        self.answer = 1 if self.settings is not None and self.settings.probe == "last" else hardware.ANSWER
+        self.reasoning = max(1.0, self.mean_response - self.answer)
+        self.mini_batches = max(1, data.train_batch_size // self.actor.ppo_mini_batch_size)
+        # Tokens of a micro-batch on one GPU, which cannot hold more than its rank has in total.
+        all_, some = (
+            math.ceil(self.sequences / n / self.dp) * self.max_length / self.cp for n in (1, self.mini_batches)
+        )
+        self.micro_batch = {LOG_PROB: min(self.rollout.log_prob_max_token_len_per_gpu, all_)}
+        self.micro_batch[UPDATE] = min(self.actor.ppo_max_token_len_per_gpu, some)
+
+    def _read_counts(self) -> None:
+        model = self.config.actor_rollout_ref.model
         # Bytes of a stored weight; under FSDP also of its gradient and of each Adam moment.
         self.weight = 4 if not self.megatron and self.engine.model_dtype == "fp32" else HALF
-        self.counted = {"model": self.model.dimensions, "recompute": self.recompute, "lora_rank": host.model.lora_rank}
-        self.fused = bool(host.model.use_fused_kernels)
-        self.parameters = self._work()["parameters"]  # "experts", "embedding", "trained" and, without adapters, "all"
-        self.parameters["all"] -= self.parameters["trained"] if host.model.lora_rank else 0.0
-        # The engine's cache: bytes of a token's keys and values on one GPU, where every rank has at least one head; its tokens.
+        self.counted = {"model": self.model.dimensions, "recompute": self.recompute, "lora_rank": model.lora_rank}
+        self.fused = bool(model.use_fused_kernels)
+        self.work = counts("Work", self.counted | {"whole_layers": self.recompute and self.megatron})
+        # Of "experts", "embedding", "trained" and "all"; "base": without adapters.
+        self.parameters = {name: at(of, self.model.num_hidden_layers) for name, of in self.work["parameters"].items()}
+        self.parameters["base"] = self.parameters["all"] - (self.parameters["trained"] if model.lora_rank else 0.0)
+        # Bytes of a token's keys and values on one GPU of an engine, where every rank has at least one head.
         heads = max(1, self.model.num_key_value_heads // self.engine_tp)
         self.cache_bytes = 2.0 * self.model.num_hidden_layers * heads * self.model.head_dim * HALF
         self.cached_tokens = engine_memory(self)["KV cache"] / self.cache_bytes
-        self.memory = step_memory(self)  # phase -> part -> bytes on one GPU
-        # Phase -> bytes: (projected, with what fragmentation and libraries may add); free bytes: (least, most).
-        share, fixed = hardware.FRAGMENTATION, hardware.WORKSPACES
-        more = {phase: fixed + share * of[TEMPORARY] for phase, of in self.memory.items() if TEMPORARY in of}
-        sums = {phase: sum(parts.values()) for phase, parts in self.memory.items()}
-        self.range = {phase: (least, least + more.get(phase, 0.0)) for phase, least in sums.items()}
+
+    def _judge(self) -> None:
+        self.range: dict[str, tuple[float, float]] = {}  # phase -> bytes: projected, with fragmentation and workspaces
+        for phase, parts in self.memory.items():
+            more = hardware.WORKSPACES + hardware.FRAGMENTATION * parts[TEMPORARY] if TEMPORARY in parts else 0.0
+            self.range[phase] = sum(parts.values()), sum(parts.values()) + more
         total, (least, most) = self.gpu.memory_gib * GIB, (max(x) for x in zip(*self.range.values(), strict=True))
         self.headroom = total - most, total - least
-        # Sequences of maximum length that one engine's cache holds; and the phase that comes closest to all memory.
+        # Sequences of maximum length that one engine's cache holds; the phase that comes closest to all memory.
         self.cached = self.cached_tokens / (self.rollout.max_model_len or self.max_length)
-        self.peak = max(self.range, key=lambda phase: self.range[phase][self.headroom[1] >= 0])
-        self.fits = self.headroom[1] >= 0 and self.cached >= 1
-        self.verdict = "does not fit" if not self.fits else "fits tightly" if self.headroom[0] < 0 else "fits"
+        peak = max(self.range, key=lambda phase: self.range[phase][least <= total])
+        self.fits = least <= total and self.cached >= 1
+        self.verdict = "does not fit" if not self.fits else "fits tightly" if most > total else "fits"
         cache = "" if self.cached >= 1 else "; vLLM's cache holds less than one sequence"
-        self.margin = f"{in_gib(self.range[self.peak])} of {self.gpu.memory_gib:g} GiB in {self.peak}{cache}"
+        self.margin = f"{in_gib(self.range[peak])} of {self.gpu.memory_gib:g} GiB in {peak}{cache}"
         keys = f"{self.group}.optimizer_offload=True, a smaller {ACTOR}.ppo_max_token_len_per_gpu"
         self.advice = f"try {keys}, or more trainer.nnodes"
-        self.flops = step_flops(self)  # phase -> FLOPs of one step, over all GPUs
-        self.seconds = step_seconds(self, EXPECTED)  # phase -> seconds of one step
-        self.oar = sum(self.seconds.get(phase, 0.0) for phase in OAR)
-        self.step = self._step(self.seconds)
-        self.to_grpo = self.step / self._step({phase: t for phase, t in self.seconds.items() if phase not in OAR})
-        # The run, validations included: hours as expected, at least, at most. None: unknown.
-        self.steps, trained, rows = trainer.total_training_steps, _rows(data.train_files), _rows(data.val_files)
-        if self.steps is None and trained is not None:
-            self.steps = trained // data.train_batch_size * trainer.total_epochs
-        self.validations = math.ceil((self.steps or 0) / trainer.test_freq) if trainer.test_freq > 0 else 0
-        self.validations += trainer.val_before_train
-        self.hours = None if self.steps is None else [self._hours(e, rows or 0) for e in (EXPECTED, GOOD, POOR)]
-
-    def _work(self, length: float = 0.0) -> dict[str, dict[str, float]]:
-        whole = self.recompute and self.megatron
-        return counts("Work", self.model.num_hidden_layers, length, **self.counted, whole_layers=whole)
 
     def flops_of(self, name: str, length: float, start: float = 0.0) -> float:
         """Return the FLOPs on tokens `start` to `length` of a sequence: of a phase, or the forward of "layers" or "head"."""
-        return self._work(length)["flops"][name] - (self._work(start)["flops"][name] if start else 0.0)
+        powers, layers = self.work["flops"][name], self.model.num_hidden_layers
+        return at(powers, layers, length) - (at(powers, layers, start) if start else 0.0)
 
-    def micro_batch(self, update: bool) -> float:
-        """Return the maximum number of tokens in a micro-batch on one GPU, for the update or for the log-prob pass."""
-        steps = self.updates / self.actor.ppo_epochs if update else 1
-        budget = self.actor.ppo_max_token_len_per_gpu if update else self.rollout.log_prob_max_token_len_per_gpu
-        # A micro-batch cannot hold more tokens than its rank has in total.
-        return float(min(budget, math.ceil(self.sequences / steps / self.dp) * self.max_length / self.cp))
-
-    def counted_memory(self, update: bool) -> dict[str, Parts]:
-        """Return phase -> part -> bytes of an FSDP rank, and "sent", in micro-batches of the update or of log-probs."""
+    def counted_memory(self, section: str, tokens: float) -> Parts:
+        """Return part -> bytes of a phase of an FSDP rank, or phase -> bytes "sent", for a micro-batch of so many tokens."""
         chunked = self.actor.entropy_from_logits_with_chunking and not self.fused
         shape = self.counted | {"fused": self.fused, "shards": min(self.shards, COUNTED_RANKS), "element": "bf16"}
-        shape |= {"tokens": int(self.micro_batch(update)), "weights": "fp32" if self.weight == 4 else "bf16"}
+        shape |= {"tokens": int(tokens), "weights": "fp32" if self.weight == 4 else "bf16"}
         shape["entropy_rows"] = self.actor.entropy_from_logits_chunk_size if chunked else 0
-        return counts("Memory", self.model.num_hidden_layers, **shape)
+        parts = counts("Memory", shape).get(section, {})  # one rank sends nothing
+        return {part: at(powers, self.model.num_hidden_layers) for part, powers in parts.items()}
 
     def _step(self, seconds: Parts) -> float:
         training = sum(seconds.values()) - seconds[GENERATION]
         return max(seconds[GENERATION], training) if self.dedicated else seconds[GENERATION] + training
 
-    def _hours(self, efficiency: Efficiency, rows: int) -> float:
-        responses = rows * self.rollout.val_kwargs.n
-        validation = generation_seconds(self, efficiency, responses) if responses else 0.0
-        return ((self.steps or 0) * self._step(step_seconds(self, efficiency)) + self.validations * validation) / 3600
+    def _hours(self, steps: int, efficiency: Efficiency) -> float:
+        validation = generation_seconds(self, efficiency, _rows(self.config.data.val_files) * self.rollout.val_kwargs.n)
+        return (steps * self._step(step_seconds(self, efficiency)) + self.validations * validation) / 3600
 
     @property
     def summary(self) -> str:
@@ -179,22 +177,12 @@ class Plan:
             f"({all_[1]} to {all_[2]}), with {self.validations} validations, without rewards and checkpoints."
         )
 
-    @property
-    def sentences(self) -> list[str]:
-        """What is projected and assumed, and the verdict with what to try."""
-        shares = ", ".join(f"{name} {value:.0%}" for name, value in list(EXPECTED._asdict().items())[:4])
-        adds = f"OAR ({self.settings.importance}) adds {self.oar:.1f} s: " if self.settings else ""
-        return [
-            f"{self.gpu.name} ({self.gpu.memory_gib:g} GiB), projected, not measured. {self.model.name}: "
-            f"{self.parameters['all'] / 1e9:.2f}B parameters on {self.gpus} GPUs, data parallel {self.dp}; an engine's cache "
-            f"holds {self.cached:.0f} sequences of maximum length.",
-            f"A step takes {self.step:.1f} s. {adds}{self.to_grpo:.2f} x the same step of GRPO, "
-            f"with {self.scored_share:.0%} of the responses scored (--scored-share).",
-            self.summary,
-            f"Assumed: responses of {self.mean_response:.0f} tokens (--response-length), prompts of {self.mean_prompt:.0f}; "
-            f"shares of the datasheet: {shares}. No run on GPUs was measured.",
-            f"Verdict: {self.verdict} ({self.margin}).{'' if self.verdict == 'fits' else f' For more memory, {self.advice}.'}",
-        ]
+
+def _rows(files: Any) -> int:
+    """Return the number of rows in files of `oar data`; 0 if there is another one."""
+    paths = [Path(file) for file in ([files] if isinstance(files, str) else files)]
+    known = [KNOWN["rows"].get(f"{path.parent.name}/{path.stem}", 0) for path in paths]
+    return sum(known) if all(known) else 0
 
 
 def in_gib(sizes: tuple[float, float], digits: int = 1) -> str:
@@ -204,7 +192,7 @@ def in_gib(sizes: tuple[float, float], digits: int = 1) -> str:
 
 def step_memory(p: Plan) -> dict[str, Parts]:
     """Return phase -> parts. Weight sync needs less memory than generation, masked copies less than log-probs."""
-    updating = dict(zip(("weights", "gradients", "optimizer"), states(p), strict=True))
+    updating = states(p)
     # Megatron's gradient buffers are where its weights are; FSDP's gradients exist only during the update.
     waiting = updating | ({} if p.megatron and not p.engine.param_offload else {"gradients": 0.0})
     waiting |= {"optimizer": 0.0} if p.engine.optimizer_offload else {}
@@ -212,34 +200,26 @@ def step_memory(p: Plan) -> dict[str, Parts]:
     phases = {"generation, GPUs of its own": engine | other} if p.dedicated else {}
     if not p.dedicated or p.config.actor_rollout_ref.hybrid_engine:
         phases[GENERATION] = waiting | ({"weights": 0.0} if p.engine.param_offload else {}) | engine | other
-    phases[LOG_PROB] = waiting | other | {TEMPORARY: _temporary(p, LOG_PROB, False)}
-    if p.settings is not None and (forwards := p.settings.importance_object.forwards(1)):
+    phases[LOG_PROB] = waiting | other | {TEMPORARY: temporary(p, LOG_PROB, p.micro_batch[LOG_PROB])}
+    if p.settings is not None and p.settings.importance_object.forwards(1):
         # Its micro-batches have the smaller of the two sizes. Without a backward it is a log-prob pass.
-        phase = "importance" if any(forward.backward is not None for forward in forwards) else LOG_PROB
-        size = _temporary(p, phase, p.micro_batch(True) < p.micro_batch(False))
+        size = temporary(p, "importance" if p.settings.backwards else LOG_PROB, min(p.micro_batch.values()))
         phases[IMPORTANCE] = waiting | other | {TEMPORARY: size}
-    return phases | {UPDATE: updating | other | {TEMPORARY: _temporary(p, UPDATE, True)}}
+    return phases | {UPDATE: updating | other | {TEMPORARY: temporary(p, UPDATE, p.micro_batch[UPDATE])}}
 
 
-def local_parameters(p: Plan) -> dict[int, float]:
-    """Return the number of parameters on the largest rank, by the number of ranks that split a pipeline stage's."""
-    all_, embedding, experts = (p.parameters[name] for name in ("all", "embedding", "experts"))
+def states(p: Plan) -> Parts:
+    """Return the bytes of weights, gradients and optimizer on the largest rank, with nothing offloaded."""
+    n = p.parameters
     if not p.megatron:
-        return {p.shards: all_ / p.shards}
+        held, trained = p.weight * n["all"] / p.shards, p.weight * n["trained"] / p.shards
+        return {"weights": held, "gradients": trained, "optimizer": 2 * trained}
+    # Tensor-parallel ranks split layers, and embedding or vocabulary projection; expert-parallel ranks split experts. The ranks
+    # that hold the same parameters share their moments.
     ends = 1 if p.model.tie_word_embeddings else 2
-    # Tensor-parallel ranks split layers, and embedding or vocabulary projection; expert-parallel ranks split experts.
-    local = {p.tp: ((all_ - experts - ends * embedding) / p.pp + embedding * (ends if p.pp == 1 else 1)) / p.tp}
-    local[p.ep * p.etp] = local.get(p.ep * p.etp, 0.0) + experts / p.pp / (p.ep * p.etp)
-    return local
-
-
-def states(p: Plan) -> tuple[float, float, float]:
-    """Return the bytes of (weights, gradients, optimizer) on one GPU, with nothing offloaded."""
-    local = local_parameters(p)
-    held, adapters = sum(local.values()), p.parameters["trained"] / p.shards if p.counted["lora_rank"] else 0.0
-    if p.megatron:  # the ranks that hold the same parameters share their moments
-        return p.weight * held, 4 * held, 12 * sum(number * ranks * p.pp / p.gpus for ranks, number in local.items())
-    return p.weight * (held + adapters), p.weight * (adapters or held), 2 * p.weight * (adapters or held)
+    dense = (n["all"] - n["experts"] - ends * n["embedding"]) / p.pp + n["embedding"] * (ends if p.pp == 1 else 1)
+    held = dense / p.tp + n["experts"] / p.pp / (p.ep * p.etp)
+    return {"weights": p.weight * held, "gradients": 4 * held, "optimizer": 12 * (dense * p.pp + n["experts"]) / p.gpus}
 
 
 def engine_memory(p: Plan) -> Parts:
@@ -248,15 +228,15 @@ def engine_memory(p: Plan) -> Parts:
     working = (p.rollout.max_num_batched_tokens or 8192) * (4 * p.model.hidden_size + 3 * p.model.inner / p.engine_tp)
     # The sampler holds float32 logits of all sequences, and sorts and normalises them.
     sampling = 3 * 4.0 * p.rollout.max_num_seqs * p.model.vocab_size
-    used = HALF * (p.parameters["all"] / p.engine_tp + working) + sampling + hardware.ENGINE_OVERHEAD
+    used = HALF * (p.parameters["base"] / p.engine_tp + working) + sampling + hardware.ENGINE_OVERHEAD
     return {"vLLM": used, "KV cache": max(0.0, p.rollout.gpu_memory_utilization * p.gpu.memory_gib * GIB - used)}
 
 
-def _temporary(p: Plan, phase: str, update: bool) -> float:
-    """Return the peak of a phase's temporary tensors in bytes, in micro-batches of the update or of log-probs."""
+def temporary(p: Plan, phase: str, tokens: float) -> float:
+    """Return the peak of a phase's temporary tensors in bytes, in micro-batches of so many tokens."""
     m, trained = p.model, phase == UPDATE
     if not p.megatron:
-        parts = p.counted_memory(update)[phase]
+        parts = p.counted_memory(phase, tokens)
         if trained:  # the optimizer's temporary tensors are a rank's share of the weights
             parts["optimizer"] *= min(p.shards, COUNTED_RANKS) / p.shards
         return max(parts.values())
@@ -264,116 +244,113 @@ def _temporary(p: Plan, phase: str, update: bool) -> float:
     # The entropy needs a copy of the logits, the cross entropy a float32 copy. The chunks of importance are smaller.
     logits = 0.0 if p.fused else (6 if trained else 8) * m.vocab_size / p.tp
     if phase == LOG_PROB:
-        return (2 * entry + logits) * p.micro_batch(update)
-    # Inputs of norms; inputs of the linear layers for weight gradients, which an importance pass does not have.
-    outside = 2 * HALF * m.hidden_size * (1 + trained)
-    if m.num_experts:  # an expert that is split over ranks gets its tokens on each of them
-        outside += HALF * m.num_experts_per_tok * m.hidden_size * (1 + trained) * p.etp + (HALF + 4) * m.num_experts
+        return (2 * entry + logits) * tokens
+    # Inputs of norms; inputs of the linear layers for weight gradients, which an importance pass does not have. An expert that
+    # is split over ranks gets its tokens on each of them.
+    inputs = HALF * m.hidden_size * (1 + trained) * (2 + m.num_experts_per_tok * p.etp) + (HALF + 4) * m.num_experts
     # Queries, output, keys, values; a float32 per head; Qwen3 normalises queries and keys.
     heads = (m.num_attention_heads + m.num_key_value_heads) * m.head_dim
     attention = HALF * heads * (3 if m.model_type.startswith("qwen3") else 2) + 4 * m.num_attention_heads
-    layer = (outside + attention + HALF * (2 + trained) * m.inner) / p.tp
+    layer = (inputs + attention + HALF * (2 + trained) * m.inner) / p.tp
     # Gradients of the residual stream and in the MLP, whose last product has been freed by then.
     going_back = entry + (3 - trained) * HALF * m.inner / p.tp + (layer if p.recompute else 0)
     # In the 1F1B schedule the first stage holds one micro-batch per pipeline stage (arXiv 2104.04473, section 2.2).
     kept = p.pp * (m.num_hidden_layers // p.pp) * (entry if p.recompute else layer)
-    return (kept + max(entry * (1 + trained) + logits, going_back)) * p.micro_batch(update)
+    return (kept + max(entry * (1 + trained) + logits, going_back)) * tokens
 
 
-def step_flops(p: Plan) -> Parts:
-    """Return phase -> FLOPs over all GPUs. OAR's phases count only the part of a pass that runs."""
-    passed, layers = p.flops_of(LOG_PROB, p.length), p.flops_of("layers", p.length)
-    decoding = p.flops_of("layers", p.length, p.mean_prompt) + p.flops_of("head", p.mean_response)
-    flops = {
-        GENERATION: sum(p.rounds) * (p.flops_of("layers", p.mean_prompt) / p.rollout.n + decoding),
-        LOG_PROB: p.sequences * passed,
-        UPDATE: p.sequences * p.actor.ppo_epochs * p.flops_of(UPDATE, p.length),
-    }
-    flops |= {REFERENCE: flops[LOG_PROB]} if p.actor.use_kl_loss or p.config.algorithm.use_kl_in_reward else {}
+class Pass(NamedTuple):
+    """A phase of the trainer: FLOPs over all GPUs, and the forwards and backwards of a share of the sequences."""
+
+    flops: float
+    share: float = 1.0
+    forwards: int = 1
+    backwards: int = 0
+
+
+def trainer_passes(p: Plan) -> dict[str, Pass]:
+    """Return phase -> pass. That of importance counts only the part that runs, besides log-probs."""
+    passed, layers, epochs = p.flops_of(LOG_PROB, p.length), p.flops_of("layers", p.length), p.actor.ppo_epochs
+    passes = {LOG_PROB: Pass(p.sequences * passed)}
+    if p.actor.use_kl_loss or p.config.algorithm.use_kl_in_reward:
+        passes[REFERENCE] = passes[LOG_PROB]
+    passes[UPDATE] = Pass(p.sequences * epochs * p.flops_of(UPDATE, p.length), epochs, 1, 1)
     if (oar := p.settings) is None:
-        return flops
-    answer = 1 if oar.probe == "last" else hardware.ANSWER  # rows that the probe reads
-    importance, reasoning = oar.importance_object, max(1.0, p.mean_response - answer)
-    rows = {"reasoning": reasoning}
-    added = p.extra_forwards * layers + oar.backwards * (p.flops_of("importance", p.length) - passed)
-    added += oar.num_draws * 2 * p.flops_of("head", sum(rows.get(one.rows, answer) for one in importance.backwards))
-    if importance.reads and not any(backward.rows == "reasoning" for backward in importance.backwards):
-        added += p.flops_of("head", reasoning)
-    share = oar.amortize.share or 1.0
-    added *= share
-    if oar.amortize.share:  # each token is projected; of those that are learned come sums of products
-        added += 2 * reasoning * (p.model.hidden_size * COLUMNS + share * FEATURES**2)
-    flops |= {IMPORTANCE: p.sequences * p.scored_share * added} if added else {}
-    if importance.copies:  # masked copies, and one forward of the unmasked response
-        units = max(1.0, reasoning / oar.perturbation.span)
-        # With a shared prefix, a copy's forward starts at its first masked token: on average mid-way in the reasoning.
-        start = p.mean_prompt + reasoning / 2 if oar.offloads or (p.cp == 1 and not p.fused) else 0.0
-        copy = p.flops_of("layers", p.length, start) + p.flops_of("head", answer)
-        flops[COPIES] = p.sequences * p.scored_share * share * (units * copy + layers)
-    return flops
+        return passes
+    # For router replay verl records routes in a forward without a backward.
+    recorded = oar.backwards if OmegaConf.select(p.engine, "router_replay.mode") == "R2" else 0
+    forwards, starts = max(oar.extra_forwards, recorded), [one.rows for one in oar.importance_object.backwards]
+    added = forwards * layers + oar.backwards * (p.flops_of("importance", p.length) - passed)
+    rows = sum(p.reasoning if start == "reasoning" else p.answer for start in starts)
+    added += oar.num_draws * 2 * p.flops_of("head", rows)
+    if oar.importance_object.reads and "reasoning" not in starts:
+        added += p.flops_of("head", p.reasoning)
+    if share := oar.amortize.share:  # each token is projected; of those with computed importance come sums of products
+        added = share * added + 2 * p.reasoning * (p.model.hidden_size * COLUMNS + share * FEATURES**2)
+    if added:
+        passes[IMPORTANCE] = Pass(p.sequences * p.scored_share * added, p.scored_share, forwards, oar.backwards)
+    return passes
 
 
 def step_seconds(p: Plan, efficiency: Efficiency) -> Parts:
     """Return phase -> seconds of one step."""
-    flops, oar, peak = p.flops, p.settings, p.gpu.tflops * 1e12
-
-    def link(sent: float, group: int) -> float:  # at link speed if the group fits one node, else at network speed
-        speed = p.gpu.link if group <= p.config.trainer.n_gpus_per_node else p.gpu.network
-        return sent / (speed * 1e9 * efficiency.link)
-
-    def trainer(phase: str, rate: float, share: float, forwards: float, backwards: float) -> float:
-        tokens, steps = p.sequences * p.length * share / p.dp / p.cp, p.updates if phase == UPDATE else 1
-        micro_batches = max(1, steps * math.ceil(tokens / steps / p.micro_batch(phase == UPDATE)))
-        # The last factor adds the pipeline bubble (arXiv 2104.04473, section 2.2).
-        arithmetic = flops[phase] / (p.gpus * peak * rate) * (1 + (p.pp - 1) / micro_batches)
-        # Communication of FSDP and of the optimizer overlaps with arithmetic.
-        overlapped, waited = _sent(p, tokens, micro_batches, forwards, backwards, phase == UPDATE)
-        group = max(p.tp, p.ep * p.etp) if p.megatron else p.cp
-        return max(arithmetic, link(overlapped, p.shards)) + link(waited, group)
-
-    seconds = {GENERATION: sum(generation_seconds(p, efficiency, sequences) for sequences in p.rounds if sequences)}
-    seconds[LOG_PROB] = trainer(LOG_PROB, efficiency.inference, 1.0, 1, 0)
-    seconds |= {REFERENCE: seconds[LOG_PROB]} if REFERENCE in flops else {}
-    if oar is not None:
-        if IMPORTANCE in flops:
-            rate = efficiency.training if oar.backwards else efficiency.inference
-            seconds[IMPORTANCE] = trainer(IMPORTANCE, rate, p.scored_share, p.extra_forwards, oar.backwards)
-        if COPIES in flops:
+    seconds = {GENERATION: sum(generation_seconds(p, efficiency, sequences) for sequences in p.rounds)}
+    seconds |= {phase: pass_seconds(p, efficiency, phase) for phase in p.passes}
+    if (oar := p.settings) is not None:
+        if oar.importance_object.copies:  # masked copies, and one forward of the unmasked response
             hidden = oar.perturbation.share_while_generating * seconds[GENERATION] if oar.offloads else 0.0
-            gpus = p.rollout_gpus if oar.offloads else p.gpus
-            seconds[COPIES] = max(0.0, flops[COPIES] / (gpus * peak * efficiency.inference) - hidden)
+            rate = (p.rollout_gpus if oar.offloads else p.gpus) * p.gpu.tflops * 1e12 * efficiency.inference
+            # With a shared prefix, a copy's forward starts at its first masked token: on average mid-way in the reasoning.
+            start = p.mean_prompt + p.reasoning / 2 if oar.offloads or (p.cp == 1 and not p.fused) else 0.0
+            copy = p.flops_of("layers", p.length, start) + p.flops_of("head", p.answer)
+            flops = max(1.0, p.reasoning / oar.perturbation.span) * copy + p.flops_of("layers", p.length)
+            scored = p.sequences * p.scored_share * (oar.amortize.share or 1.0)
+            seconds[COPIES] = max(0.0, scored * flops / rate - hidden)
         gate = hardware.GATE_SECONDS_PER_TOKEN / p.dp + hardware.DRIVER_SECONDS_PER_TOKEN
         seconds[GATE] = gate * p.sequences * p.config.data.max_response_length
-    seconds[UPDATE] = trainer(UPDATE, efficiency.training, p.actor.ppo_epochs, 1, 1)
     # Weight sync: every trainer rank gathers the whole model; engines on other GPUs receive it over the network.
     moved, ranks = p.parameters["trained"], p.pp * max(p.tp, p.ep * p.etp) if p.megatron else p.shards
-    seconds[SYNC] = link(p.weight * moved * (1 - 1 / ranks), ranks)
-    seconds[SYNC] += link(HALF * moved, p.gpus + p.rollout_gpus) if p.dedicated else 0.0
+    seconds[SYNC] = link_seconds(p, efficiency, p.weight * moved * (1 - 1 / ranks), ranks)
+    seconds[SYNC] += link_seconds(p, efficiency, HALF * moved, p.gpus + p.rollout_gpus) if p.dedicated else 0.0
     return seconds
 
 
-def _sent(p: Plan, tokens: float, count: int, forwards: float, backwards: float, trains: bool) -> tuple[float, float]:
-    """Return the bytes that a GPU sends in `count` micro-batches: (overlapped with arithmetic, not overlapped).
+def link_seconds(p: Plan, efficiency: Efficiency, sent: float, group: int) -> float:
+    """Return the seconds to send so many bytes: at link speed if the group fits one node, else at network speed."""
+    speed = p.gpu.link if group <= p.config.trainer.n_gpus_per_node else p.gpu.network
+    return sent / (speed * 1e9 * efficiency.link)
 
-    In an all-gather or reduce-scatter over n ranks, a rank sends (1 - 1/n) of a tensor.
-    """
-    m, passes = p.model, forwards + backwards * (2 if p.recompute else 1)
-    each = m.num_hidden_layers / p.pp * HALF * tokens
+
+def pass_seconds(p: Plan, efficiency: Efficiency, phase: str) -> float:
+    """Return the seconds of a pass. In an all-gather or reduce-scatter over n ranks, a rank sends (1 - 1/n) of a tensor."""
+    m, trains, (flops, share, forwards, backwards) = p.model, phase == UPDATE, p.passes[phase]
+    tokens, steps = p.sequences * p.length * share / p.dp / p.cp, p.mini_batches * p.actor.ppo_epochs if trains else 1
+    size = p.micro_batch[UPDATE if trains else LOG_PROB]
+    count = max(1, steps * math.ceil(tokens / steps / size))
+    # The last factor adds the pipeline bubble (arXiv 2104.04473, section 2.2).
+    rate = p.gpus * p.gpu.tflops * 1e12 * (efficiency.training if backwards else efficiency.inference)
+    arithmetic = flops / rate * (1 + (p.pp - 1) / count)
     if p.megatron:
         # The optimizer reduces gradients (float32) and gathers weights. Tensor parallelism sends the residual stream four times
         # per layer and pass: a gather and a scatter each for attention and MLP.
-        reduced = sum(number * (1 - ranks * p.pp / p.gpus) for ranks, number in local_parameters(p).items())
-        stream = (2 if m.num_experts else 4) * m.hidden_size * (1 - 1 / p.tp)
+        unshared = states(p)["gradients"] / 4 - states(p)["optimizer"] / 12
+        overlapped, group = steps * (4 + p.weight) * unshared if trains else 0.0, max(p.tp, p.ep * p.etp)
+        waited = (2 if m.num_experts else 4) * m.hidden_size * (1 - 1 / p.tp)
         # Tokens go to their experts and back; the ranks of a split expert gather them.
-        stream += 2 * m.num_experts_per_tok * m.hidden_size / p.tp * (p.etp - 1 / p.ep)
-        again = 0.5 if trains and p.tp > 1 else 0.0
-        return p.updates * (4 + p.weight) * reduced if trains else 0.0, (passes + again) * stream * each
-    sent = p.counted_memory(trains).get("sent", {})  # one rank sends nothing
-    plain, scored, update = (sent.get(phase, 0.0) for phase in (LOG_PROB, "importance", UPDATE))
-    gathered = update if trains else forwards * plain + backwards * (scored - plain)
-    # Ulysses exchanges queries, keys, values and outputs around attention.
-    heads = (2 * m.num_attention_heads + 2 * max(m.num_key_value_heads, p.cp)) * m.head_dim
-    return count * gathered * (1 - 1 / p.shards), passes * heads * (1 - 1 / p.cp) * each
+        waited += 2 * m.num_experts_per_tok * m.hidden_size / p.tp * (p.etp - 1 / p.ep)
+    else:
+        sent = p.counted_memory("sent", size)
+        plain, scored, update = (sent.get(phase, 0.0) for phase in (LOG_PROB, "importance", UPDATE))
+        gathered = update if trains else forwards * plain + backwards * (scored - plain)
+        overlapped, group = count * gathered * (1 - 1 / p.shards), p.cp
+        # Ulysses exchanges queries, keys, values and outputs around attention.
+        waited = (2 * m.num_attention_heads + 2 * max(m.num_key_value_heads, p.cp)) * m.head_dim * (1 - 1 / p.cp)
+    passes = forwards + backwards * (2 if p.recompute else 1) + (0.5 if p.megatron and trains and p.tp > 1 else 0.0)
+    waited *= passes * m.num_hidden_layers / p.pp * HALF * tokens
+    # Communication of FSDP and of the optimizer overlaps with arithmetic.
+    return max(arithmetic, link_seconds(p, efficiency, overlapped, p.shards)) + link_seconds(
+        p, efficiency, waited, group
+    )
 
 
 def generation_seconds(p: Plan, efficiency: Efficiency, sequences: float) -> float:
@@ -382,6 +359,8 @@ def generation_seconds(p: Plan, efficiency: Efficiency, sequences: float) -> flo
     Each decoding step reads the weights once, and the cache of every running sequence (arXiv 2211.05102, section 2.1). The
     cache size limits how many sequences run together. After the mean length, sequences finish at an even rate.
     """
+    if not sequences:
+        return 0.0
     m, engines, latency = p.model, p.rollout_gpus // p.engine_tp, efficiency.decode_overhead_s
     latency += 2 * m.num_hidden_layers * efficiency.all_reduce_s if p.engine_tp > 1 else 0.0
     together = max(1.0, min(sequences / engines, p.rollout.max_num_seqs, p.cached_tokens / p.length))
@@ -390,12 +369,11 @@ def generation_seconds(p: Plan, efficiency: Efficiency, sequences: float) -> flo
 
     def token_seconds(running: float, seen: float) -> float:
         unvisited = (1 - m.num_experts_per_tok / m.num_experts) ** running if m.num_experts else 0.0
-        weights = HALF * (p.parameters["all"] - p.parameters["experts"] * unvisited) / p.engine_tp
+        weights = HALF * (p.parameters["base"] - p.parameters["experts"] * unvisited) / p.engine_tp
         reading = (weights + running * seen * p.cache_bytes) / (p.gpu.bandwidth * 1e9 * efficiency.decoding)
         return max(reading, running * token_flops / compute) + latency
 
-    prefill = sequences / p.rollout.n * p.flops_of("layers", p.mean_prompt) / (engines * compute)
-    waves, seen = sequences / engines / together, p.mean_prompt + p.mean_response / 2
-    steady = waves * p.mean_response * token_seconds(together, seen)
-    longest = p.config.data.max_response_length - p.mean_response
-    return prefill + steady + longest * token_seconds(together / 4, p.length)
+    seconds = sequences / p.rollout.n * p.flops_of("layers", p.mean_prompt) / (engines * compute)  # of prompts
+    steps = sequences / engines / together * p.mean_response
+    seconds += steps * token_seconds(together, p.mean_prompt + p.mean_response / 2)
+    return seconds + (p.config.data.max_response_length - p.mean_response) * token_seconds(together / 4, p.length)
