@@ -4,19 +4,11 @@ A fault waits for its moment: `generating` comes right after a step's metrics, w
 `updating` comes right after a step's dump, when advantages are known and the actor's update is running.
 """
 
-import os
 import shutil
 import signal
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
-
-import psutil
-import pytest
 
 from tests.faults.run import LiveRun
 
@@ -31,7 +23,6 @@ class Case:
     expected: Outcome
     fault: Fault = lambda run: None  # acts on the running run; without one the run itself has the fault
     overrides: tuple[str, ...] = ()  # of the run with the fault only
-    around: Callable[[Path], AbstractContextManager[None]] = lambda folder: nullcontext()  # both runs, by their folder
     same: bool = True  # all steps, also after a new start, have the numbers of an undisturbed run
     metric: str = ""  # it is above 0 in some step
     says: str = ""  # a part of the log
@@ -63,47 +54,12 @@ def signalled(kind: str, number: int, when: Fault = generating) -> Fault:
     return fault
 
 
-def stopped(kind: str, seconds: float) -> Fault:
-    """Stop a process for a while, like a machine that swaps or a debugger: nothing is lost, and it does not answer."""
-
-    def fault(run: LiveRun) -> None:
-        updating(run)
-        process = run.of(kind)[0]
-        process.suspend()
-        time.sleep(seconds)
-        with suppress(psutil.NoSuchProcess):  # it has ended with its run
-            process.resume()
-
-    return fault
-
-
 def dumps_have_no_folder(run: LiveRun) -> None:
     """Replace the folder of the dumps by a file."""
     generating(run)
     folder = run.folder / "dump"
     shutil.rmtree(folder)
     folder.touch()
-
-
-@contextmanager
-def own_disk(folder: Path) -> Iterator[None]:
-    """Put the folder of the dumps on a disk of its own."""
-    if os.getuid() != 0:
-        pytest.skip("mounts a disk: for root")
-    disk = folder / "dump"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200000000", "tmpfs", str(disk)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def disk_is_full(run: LiveRun) -> None:
-    generating(run)
-    with suppress(OSError), (run.folder / "dump" / "filler").open("wb", buffering=0) as file:
-        while file.write(b"0" * 65536):
-            pass
 
 
 # ---- the table
@@ -123,10 +79,8 @@ CASES: dict[str, Case] = {
     "kill -9 while responses are written: driver": Case("ends", signalled("driver", signal.SIGKILL)),
     "kill -9 while responses are written: actor": Case("ends", signalled("actor", signal.SIGKILL)),
     "kill -9 in the update: trainer": Case("ends", signalled("trainer", signal.SIGKILL, updating)),
-    "stopped for 30 s in the update: actor": Case("goes on", stopped("actor", 30.0)),
     "Ctrl-C: driver": Case("ends", signalled("driver", signal.SIGINT)),
     "SIGTERM: driver": Case("ends", signalled("driver", signal.SIGTERM)),
-    "full disk of dumps": Case("goes on", disk_is_full, around=own_disk, metric="oar/dump_failed"),
     "dumps' folder is gone": Case("goes on", dumps_have_no_folder, metric="oar/dump_failed"),
     "out of memory: importance pass": Case(
         "goes on", overrides=_own("OutOfMemory"), same=False, metric="oar/fallback/out_of_memory"

@@ -183,13 +183,6 @@ def test_a_step_without_an_update_scores_nothing(world, monkeypatch):
     assert [name for name in one.metrics if name.startswith("oar/")] == ["oar/lost_responses"]
 
 
-def test_a_batch_that_fell_back_is_exactly_the_hosts(world):
-    one = world()
-    one.report_from_actor(Status.NO_ANSWER)
-    assert torch.equal(one.credited(), one.host_advantage())
-    assert one.metrics["oar/fallback/no_answer"] == 1.0
-
-
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("case", GIVEN["rewards"])
 def test_a_bad_reward_trains_as_in_the_host_and_is_told(world, caplog, case, late):
@@ -207,10 +200,11 @@ def test_a_bad_reward_trains_as_in_the_host_and_is_told(world, caplog, case, lat
     assert [m for m in caplog.messages if "what does the reward function return?" in m]
 
 
-def test_a_run_whose_responses_all_fall_back_says_so(world, caplog):
+def test_a_run_whose_responses_all_fall_back_is_exactly_the_hosts_and_says_so(world, caplog):
     one = world()
     one.report_from_actor(Status.NO_ANSWER)
-    one.credited()
+    assert torch.equal(one.credited(), one.host_advantage())
+    assert one.metrics["oar/fallback/no_answer"] == 1.0
     (message,) = [message for message in caplog.messages if message.startswith("OAR, step 1: 100%")]
     assert "no_answer 100%. no_answer: set answer_patterns" in message
 
@@ -358,19 +352,13 @@ def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world
 
 
 @pytest.mark.parametrize("rewards", [[1.0] * 6, [1.0, 0.0] * 3])
-def test_where_no_row_differs_from_the_others_verls_own_dealing_stays(world, monkeypatch, rewards):
+def test_where_no_row_differs_from_the_others_verls_own_dealing_stays(world, rewards):
     # There are two ways, and verl takes the other one.
-    one, verls = world(rewards=rewards, lengths=[7, 3, 1, 9, 3, 7]), []
-    one.trainer.actor_rollout_wg._dispatch_info["actor"] = [0, 1]
-    balance = BASE.PPOTrainer._balance_batch
-
-    def kept(*args, **kwargs):
-        batch = balance(*args, **kwargs)
-        verls.extend(batch.keys)
-        return batch
-
-    monkeypatch.setattr(BASE.PPOTrainer, "_balance_batch", kept)
-    assert one.trainer._balance_batch(one.batch, {}).keys == verls != one.keys
+    ours, verls = (world(rewards=rewards, lengths=[7, 3, 1, 9, 3, 7]) for _ in range(2))
+    for one in (ours, verls):
+        one.trainer.actor_rollout_wg._dispatch_info["actor"] = [0, 1]
+    BASE.PPOTrainer._balance_batch(verls.trainer, verls.batch, {})
+    assert ours.trainer._balance_batch(ours.batch, {}).keys == verls.batch.keys != ours.keys
 
 
 # ---- around the steps

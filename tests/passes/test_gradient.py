@@ -1,7 +1,5 @@
 """The gradient pass over one micro-batch: what backwards start from, what is read on the way, and in which order."""
 
-from typing import ClassVar
-
 import pytest
 import torch
 
@@ -31,10 +29,6 @@ class Reads(Fisher):
     def coefficients(self, number, rows):
         assert not rows.logits_NV.requires_grad
         return rows.vocabulary.softmax(rows.logits_NV)
-
-
-class Silent(Reads):
-    reads = frozenset()
 
 
 class NoisyReads(Reads):
@@ -78,28 +72,9 @@ class Mixed(Reads):
         return parts.score_KBL.sum(0)
 
 
-class Signs(Mixed):
-    """Shows the signs that its backwards drew."""
-
-    backwards = (Backward("answer"), Backward("reasoning"))
-    drawn: ClassVar[list] = []
-
-    def coefficients(self, number, rows):
-        self.drawn.append(rows.signs())
-        return rows.logits_NV
-
-
 def request_of(kind, **more):
     name = f"python:{__name__}:{kind.__name__}" if isinstance(kind, type) else kind
     return asked(name, **{"temperature": TEMPERATURE, "sigma": 0.05, **more})
-
-
-def forward_and_backward(model, taps, batch, one):
-    """All forwards of a micro-batch's pass."""
-    for forward in one.importance.forwards(one.request.config.num_draws, log_probs=False):
-        with taps.running(forward):
-            taps.tap = one.tap(forward)
-            model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
 
 
 def measure(model, kind, batch=None, **more):
@@ -108,7 +83,10 @@ def measure(model, kind, batch=None, **more):
     packed, layout = packed_rows(*batch)
     one = MicroBatchPass(request, packed, layout)
     with ModelTaps(model) as taps:
-        forward_and_backward(model, taps, batch, one)
+        for forward in one.importance.forwards(request.config.num_draws, log_probs=False):
+            with taps.running(forward):
+                taps.tap = one.tap(forward)
+                model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
     return one.scores, packed
 
 
@@ -144,12 +122,6 @@ def test_readings_are_of_the_clean_distribution_that_tokens_were_drawn_from(mode
             torch.testing.assert_close(got, entropy_T - log_prob_T, rtol=1e-4, atol=1e-5)
 
 
-def test_reading_does_not_change_what_a_backward_gives(model):
-    reading, silent = (measure(model, kind)[0] for kind in (Reads, Silent))
-    torch.testing.assert_close(reading.score_KT, silent.score_KT)
-    assert not silent.reads_NT.numel()
-
-
 # ---- what a backward starts from
 
 
@@ -183,17 +155,6 @@ def test_each_backward_of_several_is_what_it_is_alone(model):
     for number, kind in enumerate((Surprise, NoisyReads, Reads)):
         alone, _ = measure(model, kind, num_draws=2)
         torch.testing.assert_close(scores.score_KT[number], alone.score_KT[0])
-
-
-def test_every_row_of_every_backward_and_draw_has_signs_of_its_own(model):
-    batch = padded(rows_of())
-    one = MicroBatchPass(request_of(Signs, num_draws=2), *packed_rows(*batch))
-    Signs.drawn.clear()
-    with ModelTaps(model) as taps:
-        forward_and_backward(model, taps, batch, one)
-    rows = torch.cat(Signs.drawn)
-    correlation = (rows @ rows.T / rows.shape[1]).fill_diagonal_(0)
-    assert correlation.abs().max() < 6 / rows.shape[1] ** 0.5
 
 
 def test_a_host_runs_forwards_under_a_tap_of_their_own_with_a_graph_only_for_a_backward(model):
