@@ -38,7 +38,7 @@ def page(machine: dict[str, Any], results: list[Result]) -> str:
     lines += [f"* GPU {place}: {card}" for place, card in enumerate(cards)]
     lines += [f"* {name}: {machine[name]}" for name in ("driver", "cuda", "nccl", "python", "system") if machine[name]]
     lines += [f"* {name} {version}" for name, version in versions.items()]
-    lines += ["", "All versions: report.json. Output of each check: logs/. Pages of the benchmarks: benchmarks/.", ""]
+    lines += ["", "All versions: report.json. Output of each check: logs/.", ""]
     lines += ["| check | result | seconds | figures, or why not |", "|---|---|---|---|"]
     for one in results:
         said = one.why if one.outcome == "skipped" else ", ".join(f"{k}: {v}" for k, v in one.figures.items())
