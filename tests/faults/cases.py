@@ -1,11 +1,9 @@
 """Faults of whole runs whose path crosses the plugin's code, and the expected outcomes.
 
-A fault waits for its moment: `generating` comes right after a step's metrics, when the next responses are generated;
-`updating` comes right after a step's dump, when advantages are known and the actor's update is running.
+Most are in the run from its start, by its overrides. One waits until responses are generated, right after a step's metrics.
 """
 
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -28,41 +26,14 @@ class Case:
     says: str = ""  # a part of the log
 
 
-# ---- when
-
-
-def generating(run: LiveRun) -> None:
+def dumps_have_no_folder(run: LiveRun) -> None:
+    """Replace the folder of the dumps by a file, while responses are generated."""
     run.wait_for(run.steps)
     done = len(run.steps())
     run.wait_for(lambda: len(run.steps()) > done)
-
-
-def updating(run: LiveRun) -> None:
-    run.wait_for(run.steps)
-    number = run.steps()[-1]["step"] + 2
-    run.wait_for(lambda: (run.folder / "dump" / f"step_{number:06d}.jsonl").exists())
-
-
-# ---- what
-
-
-def signalled(kind: str, number: int, when: Fault = generating) -> Fault:
-    def fault(run: LiveRun) -> None:
-        when(run)
-        run.of(kind)[0].send_signal(number)
-
-    return fault
-
-
-def dumps_have_no_folder(run: LiveRun) -> None:
-    """Replace the folder of the dumps by a file."""
-    generating(run)
     folder = run.folder / "dump"
     shutil.rmtree(folder)
     folder.touch()
-
-
-# ---- the table
 
 
 def _reward(name: str) -> tuple[str, ...]:
@@ -76,11 +47,6 @@ def _own(name: str) -> tuple[str, ...]:
 
 LOST = "oar/lost_responses"
 CASES: dict[str, Case] = {
-    "kill -9 while responses are written: driver": Case("ends", signalled("driver", signal.SIGKILL)),
-    "kill -9 while responses are written: actor": Case("ends", signalled("actor", signal.SIGKILL)),
-    "kill -9 in the update: trainer": Case("ends", signalled("trainer", signal.SIGKILL, updating)),
-    "Ctrl-C: driver": Case("ends", signalled("driver", signal.SIGINT)),
-    "SIGTERM: driver": Case("ends", signalled("driver", signal.SIGTERM)),
     "dumps' folder is gone": Case("goes on", dumps_have_no_folder, metric="oar/dump_failed"),
     "out of memory: importance pass": Case(
         "goes on", overrides=_own("OutOfMemory"), same=False, metric="oar/fallback/out_of_memory"
