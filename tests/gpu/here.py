@@ -51,10 +51,8 @@ def driver() -> str | None:
 def describe() -> dict[str, Any]:
     """The report's facts about the machine."""
     installed = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
-    versions: dict[str, str] = {}
-    for name, version in installed:
-        if name:  # of a name that is there twice, the first on the path is imported
-            versions.setdefault(name.lower().replace("_", "-"), version)
+    # Of a name that is there twice, the first on the path is imported.
+    versions = {name.lower().replace("_", "-"): version for name, version in reversed([*installed]) if name}
     return {
         "rehearsal": REHEARSAL,
         "gpus": cards(),

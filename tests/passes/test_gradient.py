@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.importance import Backward, Importance, importance_of
+from oar_plugin.credit.importance import Backward, importance_of
 from oar_plugin.credit.importance.base import squared_norm
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
@@ -33,14 +33,6 @@ class Reads(Fisher):
 
 class NoisyReads(Reads):
     backwards = NOISY
-
-
-class NothingButReads(Importance):
-    name = help = "nothing but reads"
-    reads = Reads.reads
-
-    def combine(self, parts):
-        return parts.entropy_BL - parts.log_prob_BL
 
 
 class Surprise(Reads):
@@ -78,16 +70,15 @@ def request_of(kind, **more):
 
 
 def measure(model, kind, batch=None, **more):
-    """Run the plan of an importance over the four responses; returns what was measured, packed."""
+    """Run the plan of an importance over the four responses; returns the scores, packed."""
     request, batch = request_of(kind, **more), batch or padded(rows_of())
-    packed, layout = packed_rows(*batch)
-    one = MicroBatchPass(request, packed, layout)
+    one = MicroBatchPass(request, *packed_rows(*batch))
     with ModelTaps(model) as taps:
         for forward in one.importance.forwards(request.config.num_draws, log_probs=False):
             with taps.running(forward):
                 taps.tap = one.tap(forward)
                 model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
-    return one.scores, packed
+    return one.scores
 
 
 def directly(model, rows, temperature=TEMPERATURE):
@@ -107,19 +98,16 @@ def directly(model, rows, temperature=TEMPERATURE):
 
 @pytest.mark.parametrize("chunk", [5, 256])
 @pytest.mark.parametrize("draws", [1, 2])
-@pytest.mark.parametrize("kind", [Reads, NoisyReads, NothingButReads, Surprise, NoisySurprise, Mixed])
+@pytest.mark.parametrize("kind", [Reads, NoisyReads, Surprise, NoisySurprise, Mixed])
 def test_readings_are_of_the_clean_distribution_that_tokens_were_drawn_from(model, monkeypatch, kind, draws, chunk):
     """At the temperature of the rollout; also where a backward's forward is noisy; once, however many draws there are."""
     monkeypatch.setattr(rows_module, "CHUNK", chunk)
     for temperature in (0.5, 1.5):
         batch = padded(rows_of(), left=chunk == 5)
-        scores, packed = measure(model, kind, batch, num_draws=draws, temperature=temperature)
+        scores = measure(model, kind, batch, num_draws=draws, temperature=temperature)
         entropy_T, log_prob_T = directly(model, rows_of(), temperature)
         torch.testing.assert_close(scores.log_prob_T, log_prob_T, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(scores.entropy_T, entropy_T, rtol=1e-4, atol=1e-5)
-        if not kind.backwards:  # an importance of readings alone
-            got = importance_of_scores(request_of(kind, num_draws=draws), packed, scores)
-            torch.testing.assert_close(got, entropy_T - log_prob_T, rtol=1e-4, atol=1e-5)
 
 
 # ---- what a backward starts from
@@ -130,7 +118,7 @@ def test_readings_are_of_the_clean_distribution_that_tokens_were_drawn_from(mode
 def test_a_backward_from_the_reasonings_rows_equals_plain_autograd(model, monkeypatch, kind, chunk):
     """Coefficients are of clean entropies, the gradient goes through noisy embeddings."""
     monkeypatch.setattr(rows_module, "CHUNK", chunk)
-    scores, _ = measure(model, kind)
+    scores = measure(model, kind)
     want, vocabulary, hidden = [], model.config.vocab_size, model.config.hidden_size
     for ids, segments in rows_of():
         reasoning = positions(segments)
@@ -151,9 +139,9 @@ def test_a_backward_from_the_reasonings_rows_equals_plain_autograd(model, monkey
 
 
 def test_each_backward_of_several_is_what_it_is_alone(model):
-    scores, _ = measure(model, Mixed, num_draws=2)
+    scores = measure(model, Mixed, num_draws=2)
     for number, kind in enumerate((Surprise, NoisyReads, Reads)):
-        alone, _ = measure(model, kind, num_draws=2)
+        alone = measure(model, kind, num_draws=2)
         torch.testing.assert_close(scores.score_KT[number], alone.score_KT[0])
 
 
@@ -178,7 +166,7 @@ def test_a_host_runs_forwards_under_a_tap_of_their_own_with_a_graph_only_for_a_b
 
 @pytest.mark.parametrize("kind", ["fisher", "oar_g", "decision", TWO, NoisySurprise])
 def test_every_draw_of_every_backward_is_another_one(model, kind):
-    first, both = (measure(model, kind, num_draws=draws)[0] for draws in (1, 2))
+    first, both = (measure(model, kind, num_draws=draws) for draws in (1, 2))
     for one_T, two_T in zip(first.score_KT, both.score_KT, strict=True):
         second_T = two_T - one_T
         assert (second_T >= -1e-6 * one_T.max()).all()
@@ -191,7 +179,7 @@ def test_a_linear_projection_is_gone_back_through_once_per_response(model, monke
     monkeypatch.setattr(Projection, "__call__", lambda *given: rows.append(given[1]) or call(*given))
     for linear in (True, False):
         monkeypatch.setattr(Projection, "linear", linear)
-        scores.append(measure(model, "fisher")[0].score_KT)
+        scores.append(measure(model, "fisher").score_KT)
     assert [len(one) for one in rows if one.requires_grad] == [len(rows_of()), 7]
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-6)
 
