@@ -52,10 +52,6 @@ def run(model, batch=None, importance="fisher", probe="answer_mean", request=Non
     return unpadded(gradient_importance(model, request, *batch), batch[2])
 
 
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 @every_probe
 @every_importance
 def test_every_padding_equals_plain_autograd(model, folder, importance, probe):
@@ -186,7 +182,7 @@ def test_a_response_without_a_prompt(model, importance):
 def test_numbers_are_the_same_within_a_step_and_others_in_every_step_response_and_place(model, importance):
     config = OarConfig(importance=importance, num_draws=2)
     first, again, second = (run(model, request=Request.of_step(config, step)) for step in (1, 1, 2))
-    assert same(first, again)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert all((a - b).abs().max() > 1e-3 * b.max() for a, b in zip(first, second, strict=True))
     if importance == "random":  # a number of its own for each place of each response, and nothing elsewhere
         values = torch.cat([row[row != 0] for row in (*first, *second)])
