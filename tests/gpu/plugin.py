@@ -4,7 +4,6 @@ import json
 import os
 import re
 import xml.etree.ElementTree as ET
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,49 +13,9 @@ from tests.gpu import here
 from tests.processes import run
 
 OUT = Path(os.environ.get("OAR_GPU_REPORT", "gpu_report")).resolve()
-REHEARSED = "**A rehearsal on a CPU: it shows that the checks run, and nothing about GPUs.**"
 
 
-@dataclass(frozen=True)
-class Result:
-    name: str
-    outcome: str  # passed, failed, skipped
-    seconds: float
-    why: str = ""  # it was skipped, or how it failed
-    figures: dict[str, Any] = field(default_factory=dict)
-
-
-def count(results: list[Result]) -> str:
-    number = {outcome: sum(one.outcome == outcome for one in results) for outcome in ("passed", "failed", "skipped")}
-    return ", ".join(f"{many} {outcome}" for outcome, many in number.items())
-
-
-def page(machine: dict[str, Any], results: list[Result]) -> str:
-    versions = {name: machine["versions"][name] for name in here.STACK if name in machine["versions"]}
-    cards = [f"{gpu['name']}, {gpu['gb']} GB, capability {gpu['capability']}" for gpu in machine["gpus"]]
-    lines = ["# GPU suite", "", *([REHEARSED, ""] if machine["rehearsal"] else []), f"{count(results)}.", ""]
-    lines += [f"* GPU {place}: {card}" for place, card in enumerate(cards)]
-    lines += [f"* {name}: {machine[name]}" for name in ("driver", "cuda", "nccl", "python", "system") if machine[name]]
-    lines += [f"* {name} {version}" for name, version in versions.items()]
-    lines += ["", "All versions: report.json. Output of each check: logs/. Pages of the benchmarks: benchmarks/.", ""]
-    lines += ["| check | result | seconds | figures, or why not |", "|---|---|---|---|"]
-    for one in results:
-        said = one.why if one.outcome == "skipped" else ", ".join(f"{k}: {v}" for k, v in one.figures.items())
-        lines.append(f"| {one.name} | {one.outcome} | {one.seconds} | {said.replace('|', '/')} |")
-    for one in results:
-        if one.outcome == "failed":
-            lines += ["", f"## {one.name}", "", "```", one.why, "```"]
-    return "\n".join([*lines, ""])
-
-
-def write(folder: Path, machine: dict[str, Any], results: list[Result]) -> None:
-    """`report.md` and `report.json` in this folder."""
-    (folder / "report.md").write_text(page(machine, results), encoding="utf-8")
-    content = {"machine": machine, "results": [asdict(one) for one in results]}
-    (folder / "report.json").write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
-
-
-results: list[Result] = []
+results: list[dict[str, Any]] = []
 
 
 def pytest_configure(config):
@@ -74,8 +33,11 @@ def pytest_runtest_logreport(report):
         return
     why = report.longrepr[2].removeprefix("Skipped: ") if report.skipped else report.longreprtext
     name = report.nodeid.rpartition("/")[2].replace(".py::", ": ")
-    results.append(Result(name, report.outcome, round(report.duration, 1), why, dict(report.user_properties)))
-    write(OUT, here.describe(), results)  # after each check: the report survives whatever ends this process
+    result = {"name": name, "outcome": report.outcome, "seconds": round(report.duration, 1), "why": why}
+    results.append(result | {"figures": dict(report.user_properties)})
+    content = {"machine": here.describe(), "results": results}
+    # After each check: the report survives whatever ends this process.
+    (OUT / "report.json").write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from benchmarks.machine import peak_bytes
 from oar_plugin.passes.request import IMPORTANCE, REQUEST
 from tests.asked import asked
 from tests.hosts.engine import world
-from tests.hosts.engine.worker import LAYOUTS, asked_of, batch_of, build, join
+from tests.hosts.engine.worker import LAYOUTS, asked_of, batch_of, build, join, loss
 from tests.processes import worker
 from verl_cpu import ulysses
 
@@ -67,9 +67,6 @@ def memory(engine: Any, tokens: int) -> dict[str, int]:
             request = asked(importance=importance, answer_patterns=("hash",), max_response_length=len(response) + 1)
             tu.assign_non_tensor_data(made, REQUEST, request.to_dict())
         return made
-
-    def loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-        return -model_output["log_probs"].values().mean(), {}
 
     def update() -> None:
         with engine.train_mode():

@@ -18,7 +18,7 @@ from verl.experimental.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.answer import Segment, make_finder
+from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.verl import agent_loop
 from oar_plugin.hosts.verl.agent_loop import Group
@@ -26,8 +26,6 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.vllm.scorer import ScoringResult
 from oar_plugin.passes.prediction import ENOUGH
 from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS
-from oar_plugin.passes.segments import LostTime
-from oar_plugin.passes.tokens import TokenBytes
 from tests.hosts.engine import world
 
 
@@ -129,28 +127,22 @@ def run(monkeypatch):
         sessions = [start(session_id=i) for i in range(len(prompt["outputs"]))]
         await asyncio.gather(*sessions, return_exceptions=True)
 
+    monkeypatch.setattr(base, "__init__", lambda self, **given: vars(self).update(given))
     monkeypatch.setattr(base, "_run_agent_loop", session)
     monkeypatch.setattr(base, "_agent_loop_postprocess", postprocess)
     monkeypatch.setattr(base, "_compute_score", score)
     monkeypatch.setattr(base, "_run_prompt", prompt)
 
     def go(server, outputs, validate=False, limits=None, scored_tokens=0, share=None, **oar):
-        worker = object.__new__(agent_loop.OarAgentLoopWorker)
-        worker.model_config = SimpleNamespace(hf_config=Qwen2Config(max_position_embeddings=128))
-        tokenizer = world.make_tokenizer()
-        rollout = {"n": len(outputs), **(limits or {})}
+        tokenizer, rollout = world.make_tokenizer(), {"n": len(outputs), **(limits or {})}
         settings = {"algorithm": {"use_kl_in_reward": False}, "actor_rollout_ref": {"rollout": rollout}}
-        data = {"max_response_length": world.MAX_RESPONSE_LENGTH}
-        worker.config = OmegaConf.create(settings | {"data": data})
-        worker._oar = OarConfig.parse({"importance": "oar_p", "perturbation": {"backend": "rollout"}, **oar})
-        worker._finder = make_finder(("hash",))
-        worker._token_bytes = TokenBytes(tokenizer)
-        worker._eos_ids = {tokenizer.eos_token_id}
-        worker._replacement = world.PAD
-        worker._groups = {}
-        worker._lost_time = 0, LostTime()
-        worker._share, worker._scored_tokens = worker._oar.amortize.share, scored_tokens
-        worker.llm_client = server
+        config = OmegaConf.create(settings | {"data": {"max_response_length": world.MAX_RESPONSE_LENGTH}})
+        hf_config = Qwen2Config(max_position_embeddings=128)
+        held = SimpleNamespace(hf_config=hf_config, tokenizer=tokenizer, generation_config=None)
+        copies = {"importance": "oar_p", "perturbation": {"backend": "rollout"}, "answer_patterns": ["hash"]}
+        monkeypatch.setattr(agent_loop, "resolve", lambda config: OarConfig.parse(copies | oar))
+        worker = agent_loop.OarAgentLoopWorker(config=config, model_config=held, tokenizer=tokenizer, llm_client=server)
+        worker._scored_tokens = scored_tokens
         if share is not None:
             asyncio.run(worker.oar_score_share(share))
         queue = {}

@@ -16,23 +16,12 @@ from tests.hosts.whole_run import check, check_importance, smoke, whole_run
 pytestmark = whole_run
 
 
-@pytest.fixture(scope="module")
-def folder(assets, tmp_path_factory):
-    return shutil.copytree(assets, tmp_path_factory.mktemp("verl"), dirs_exist_ok=True)
-
-
-@pytest.fixture(scope="module")
-def two_steps(folder):
+def test_two_steps_with_a_megatron_actor(assets, tmp_path):
     """The recipe's smoke test: two actor processes with tensor and sequence parallelism."""
-    more = ("actor_rollout_ref.actor.optim.lr=1e-4", f"algorithm.oar.dump.dir={folder}/dump")
-    return smoke("qwen2_5_32b_megatron", folder, *more)
-
-
-def test_two_steps_with_a_megatron_actor(two_steps):
-    check(two_steps, [1, 2])
-    for step in two_steps:
+    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
+    more = ("actor_rollout_ref.actor.optim.lr=1e-4", f"algorithm.oar.dump.dir={tmp_path}/dump")
+    steps = smoke("qwen2_5_32b_megatron", tmp_path, *more)
+    check(steps, [1, 2])
+    for step in steps:
         assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout has the actor's weights"
-
-
-def test_importance_of_the_first_step_equals_a_plain_backward(two_steps, folder):
-    check_importance(folder)
+    check_importance(tmp_path)

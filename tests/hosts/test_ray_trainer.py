@@ -150,13 +150,6 @@ def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, nodes):
     assert one.actor_rollout_wg.updated[1]["advantages"].equal(updated["advantages"])
 
 
-def plain_of(field):
-    """A field of a batch as numbers, texts and lists."""
-    if isinstance(field, torch.Tensor):
-        return [row.tolist() for row in field.unbind()]
-    return [plain_of(one) for one in field] if isinstance(field, list) else field
-
-
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"])
 def test_a_batch_that_fell_back_has_exactly_the_hosts_advantage(estimator):
     """Also of a base estimator that verl calls by name, beside a trainer with another; rows are in the order of sampling."""

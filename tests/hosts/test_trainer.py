@@ -183,13 +183,6 @@ def test_a_step_without_an_update_scores_nothing(world, monkeypatch):
     assert [name for name in one.metrics if name.startswith("oar/")] == ["oar/lost_responses"]
 
 
-def test_a_batch_that_fell_back_is_exactly_the_hosts(world):
-    one = world()
-    one.report_from_actor(Status.NO_ANSWER)
-    assert torch.equal(one.credited(), one.host_advantage())
-    assert one.metrics["oar/fallback/no_answer"] == 1.0
-
-
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("case", GIVEN["rewards"])
 def test_a_bad_reward_trains_as_in_the_host_and_is_told(world, caplog, case, late):
@@ -207,10 +200,11 @@ def test_a_bad_reward_trains_as_in_the_host_and_is_told(world, caplog, case, lat
     assert [m for m in caplog.messages if "what does the reward function return?" in m]
 
 
-def test_a_run_whose_responses_all_fall_back_says_so(world, caplog):
+def test_a_run_whose_responses_all_fall_back_is_exactly_the_hosts_and_says_so(world, caplog):
     one = world()
     one.report_from_actor(Status.NO_ANSWER)
-    one.credited()
+    assert torch.equal(one.credited(), one.host_advantage())
+    assert one.metrics["oar/fallback/no_answer"] == 1.0
     (message,) = [message for message in caplog.messages if message.startswith("OAR, step 1: 100%")]
     assert "no_answer 100%. no_answer: set answer_patterns" in message
 
@@ -261,27 +255,6 @@ def test_every_trajectory_of_a_session_gets_the_sessions_advantage(world):
     got = one.credited()[:, 0]
     want = world(rewards=[1.0, 0.0, 0.0], lengths=[6, 4, 5], uids=["a"] * 3).host_advantage()[:, 0]
     torch.testing.assert_close(got, want[[0, 0, 1, 2]])
-
-
-def test_the_actor_learns_from_the_engines_scores_and_says_how_many_it_wants(world):
-    """It is asked for every response with an advantage, and its weights are the ones that count."""
-    told = []
-    one = world(importance="oar_p", perturbation={"backend": "rollout"}, amortize={"share": 0.5})
-    worker = SimpleNamespace(oar_score_share=SimpleNamespace(remote=told.append))
-    one.trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[worker])
-    engines = [Status.SCORED, Status.NOT_SCORED, Status.ENGINE_FAILED, Status.NO_ANSWER, *[Status.NOT_NEEDED] * 2]
-    one.report_from_engines(engines)
-    one.trainer._mark_needed_rows(one.batch, one.metrics)
-    assert one.needed()[3] == 0, "it has no answer"
-    asked = [bool(needed) for needed in one.needed()]
-    assert asked[:3] == [True] * 3
-    one.report_from_actor([Status.SCORED if needed else Status.NOT_NEEDED for needed in asked])
-    more = torch.tensor([1.0, float("nan"), float("nan"), 0.75])
-    one.fields[MEASURES] = nested([torch.cat([row, more]) for row in one.fields[MEASURES].unbind()])
-    one.credited()
-    assert one.metrics["oar/amortize/predicted"] == 1.0
-    assert one.metrics["oar/amortize/share"] == 0.75
-    assert told == [0.75]
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
@@ -358,19 +331,13 @@ def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world
 
 
 @pytest.mark.parametrize("rewards", [[1.0] * 6, [1.0, 0.0] * 3])
-def test_where_no_row_differs_from_the_others_verls_own_dealing_stays(world, monkeypatch, rewards):
+def test_where_no_row_differs_from_the_others_verls_own_dealing_stays(world, rewards):
     # There are two ways, and verl takes the other one.
-    one, verls = world(rewards=rewards, lengths=[7, 3, 1, 9, 3, 7]), []
-    one.trainer.actor_rollout_wg._dispatch_info["actor"] = [0, 1]
-    balance = BASE.PPOTrainer._balance_batch
-
-    def kept(*args, **kwargs):
-        batch = balance(*args, **kwargs)
-        verls.extend(batch.keys)
-        return batch
-
-    monkeypatch.setattr(BASE.PPOTrainer, "_balance_batch", kept)
-    assert one.trainer._balance_batch(one.batch, {}).keys == verls != one.keys
+    ours, verls = (world(rewards=rewards, lengths=[7, 3, 1, 9, 3, 7]) for _ in range(2))
+    for one in (ours, verls):
+        one.trainer.actor_rollout_wg._dispatch_info["actor"] = [0, 1]
+    BASE.PPOTrainer._balance_batch(verls.trainer, verls.batch, {})
+    assert ours.trainer._balance_batch(ours.batch, {}).keys == verls.batch.keys != ours.keys
 
 
 # ---- around the steps
@@ -466,13 +433,24 @@ def test_what_an_engine_could_not_score_the_actor_does(offloading, settings, fal
     assert one.metrics["oar/offload/left_for_actor"] == pytest.approx(1 / 6)
 
 
-def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_scored_and_learns_from_them(offloading):
+def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_scored_and_says_how_many_it_wants(
+    offloading,
+):
+    """It learns from them, and its weights are the ones that count."""
+    told = []
     one = offloading(Status.SCORED, Status.NOT_SCORED, Status.NO_ANSWER, share=0.5)
+    worker = SimpleNamespace(oar_score_share=SimpleNamespace(remote=told.append))
+    one.trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[worker])
     (request,) = one.requests
     assert Request.from_dict(request).importance == "oar_p"
     assert [abs(sign) for sign in one.needed()] == [1, 1, 0, 0, 0, 0]
+    one.report_from_actor([Status.SCORED if needed else Status.NOT_NEEDED for needed in one.needed()])
+    more = torch.tensor([1.0, float("nan"), float("nan"), 0.75])
+    one.fields[MEASURES] = nested([torch.cat([row, more]) for row in one.fields[MEASURES].unbind()])
     one.credited()
     assert one.metrics["oar/offload/left_for_actor"] == pytest.approx(1 / 6)
+    assert (one.metrics["oar/amortize/predicted"], one.metrics["oar/amortize/share"]) == (1.0, 0.75)
+    assert told == [0.75]
 
 
 def test_without_a_fallback_the_response_keeps_its_plain_advantage(offloading):

@@ -33,15 +33,14 @@ class Quiet(Loud):
     factor = 1.0
 
 
-def of(model, importance, probe="answer_mean", dtype=torch.float16, sigma=0.05, autocast=False):
+def of(model, importance, probe="answer_mean", dtype=torch.float16, autocast=False):
     """Importance of each response from a model in this dtype, or autocast to it."""
     if isinstance(importance, type):
         importance = f"python:{__name__}:{importance.__name__}"
     token_BL, segments_BL, mask_BL = padded(rows_of())
     one = copy.deepcopy(model.half()).to(torch.float32 if autocast else dtype)  # the weights that all have
     with torch.autocast("cpu", dtype, enabled=autocast):
-        request = asked(importance, probe, sigma=sigma)
-        scores_BL = gradient_importance(one, request, token_BL, segments_BL, mask_BL)
+        scores_BL = gradient_importance(one, asked(importance, probe, sigma=0.05), token_BL, segments_BL, mask_BL)
     return unpadded(scores_BL, mask_BL)
 
 

@@ -1,12 +1,10 @@
 """The gradient pass over one micro-batch: what backwards start from, what is read on the way, and in which order."""
 
-from typing import ClassVar
-
 import pytest
 import torch
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.importance import Backward, Importance, importance_of
+from oar_plugin.credit.importance import Backward, importance_of
 from oar_plugin.credit.importance.base import squared_norm
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
@@ -33,20 +31,8 @@ class Reads(Fisher):
         return rows.vocabulary.softmax(rows.logits_NV)
 
 
-class Silent(Reads):
-    reads = frozenset()
-
-
 class NoisyReads(Reads):
     backwards = NOISY
-
-
-class NothingButReads(Importance):
-    name = help = "nothing but reads"
-    reads = Reads.reads
-
-    def combine(self, parts):
-        return parts.entropy_BL - parts.log_prob_BL
 
 
 class Surprise(Reads):
@@ -78,38 +64,21 @@ class Mixed(Reads):
         return parts.score_KBL.sum(0)
 
 
-class Signs(Mixed):
-    """Shows the signs that its backwards drew."""
-
-    backwards = (Backward("answer"), Backward("reasoning"))
-    drawn: ClassVar[list] = []
-
-    def coefficients(self, number, rows):
-        self.drawn.append(rows.signs())
-        return rows.logits_NV
-
-
 def request_of(kind, **more):
     name = f"python:{__name__}:{kind.__name__}" if isinstance(kind, type) else kind
     return asked(name, **{"temperature": TEMPERATURE, "sigma": 0.05, **more})
 
 
-def forward_and_backward(model, taps, batch, one):
-    """All forwards of a micro-batch's pass."""
-    for forward in one.importance.forwards(one.request.config.num_draws, log_probs=False):
-        with taps.running(forward):
-            taps.tap = one.tap(forward)
-            model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
-
-
 def measure(model, kind, batch=None, **more):
-    """Run the plan of an importance over the four responses; returns what was measured, packed."""
+    """Run the plan of an importance over the four responses; returns the scores, packed."""
     request, batch = request_of(kind, **more), batch or padded(rows_of())
-    packed, layout = packed_rows(*batch)
-    one = MicroBatchPass(request, packed, layout)
+    one = MicroBatchPass(request, *packed_rows(*batch))
     with ModelTaps(model) as taps:
-        forward_and_backward(model, taps, batch, one)
-    return one.scores, packed
+        for forward in one.importance.forwards(request.config.num_draws, log_probs=False):
+            with taps.running(forward):
+                taps.tap = one.tap(forward)
+                model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
+    return one.scores
 
 
 def directly(model, rows, temperature=TEMPERATURE):
@@ -129,25 +98,16 @@ def directly(model, rows, temperature=TEMPERATURE):
 
 @pytest.mark.parametrize("chunk", [5, 256])
 @pytest.mark.parametrize("draws", [1, 2])
-@pytest.mark.parametrize("kind", [Reads, NoisyReads, NothingButReads, Surprise, NoisySurprise, Mixed])
+@pytest.mark.parametrize("kind", [Reads, NoisyReads, Surprise, NoisySurprise, Mixed])
 def test_readings_are_of_the_clean_distribution_that_tokens_were_drawn_from(model, monkeypatch, kind, draws, chunk):
     """At the temperature of the rollout; also where a backward's forward is noisy; once, however many draws there are."""
     monkeypatch.setattr(rows_module, "CHUNK", chunk)
     for temperature in (0.5, 1.5):
         batch = padded(rows_of(), left=chunk == 5)
-        scores, packed = measure(model, kind, batch, num_draws=draws, temperature=temperature)
+        scores = measure(model, kind, batch, num_draws=draws, temperature=temperature)
         entropy_T, log_prob_T = directly(model, rows_of(), temperature)
         torch.testing.assert_close(scores.log_prob_T, log_prob_T, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(scores.entropy_T, entropy_T, rtol=1e-4, atol=1e-5)
-        if not kind.backwards:  # an importance of readings alone
-            got = importance_of_scores(request_of(kind, num_draws=draws), packed, scores)
-            torch.testing.assert_close(got, entropy_T - log_prob_T, rtol=1e-4, atol=1e-5)
-
-
-def test_reading_does_not_change_what_a_backward_gives(model):
-    reading, silent = (measure(model, kind)[0] for kind in (Reads, Silent))
-    torch.testing.assert_close(reading.score_KT, silent.score_KT)
-    assert not silent.reads_NT.numel()
 
 
 # ---- what a backward starts from
@@ -158,7 +118,7 @@ def test_reading_does_not_change_what_a_backward_gives(model):
 def test_a_backward_from_the_reasonings_rows_equals_plain_autograd(model, monkeypatch, kind, chunk):
     """Coefficients are of clean entropies, the gradient goes through noisy embeddings."""
     monkeypatch.setattr(rows_module, "CHUNK", chunk)
-    scores, _ = measure(model, kind)
+    scores = measure(model, kind)
     want, vocabulary, hidden = [], model.config.vocab_size, model.config.hidden_size
     for ids, segments in rows_of():
         reasoning = positions(segments)
@@ -179,21 +139,10 @@ def test_a_backward_from_the_reasonings_rows_equals_plain_autograd(model, monkey
 
 
 def test_each_backward_of_several_is_what_it_is_alone(model):
-    scores, _ = measure(model, Mixed, num_draws=2)
+    scores = measure(model, Mixed, num_draws=2)
     for number, kind in enumerate((Surprise, NoisyReads, Reads)):
-        alone, _ = measure(model, kind, num_draws=2)
+        alone = measure(model, kind, num_draws=2)
         torch.testing.assert_close(scores.score_KT[number], alone.score_KT[0])
-
-
-def test_every_row_of_every_backward_and_draw_has_signs_of_its_own(model):
-    batch = padded(rows_of())
-    one = MicroBatchPass(request_of(Signs, num_draws=2), *packed_rows(*batch))
-    Signs.drawn.clear()
-    with ModelTaps(model) as taps:
-        forward_and_backward(model, taps, batch, one)
-    rows = torch.cat(Signs.drawn)
-    correlation = (rows @ rows.T / rows.shape[1]).fill_diagonal_(0)
-    assert correlation.abs().max() < 6 / rows.shape[1] ** 0.5
 
 
 def test_a_host_runs_forwards_under_a_tap_of_their_own_with_a_graph_only_for_a_backward(model):
@@ -217,7 +166,7 @@ def test_a_host_runs_forwards_under_a_tap_of_their_own_with_a_graph_only_for_a_b
 
 @pytest.mark.parametrize("kind", ["fisher", "oar_g", TWO, NoisySurprise])
 def test_every_draw_of_every_backward_is_another_one(model, kind):
-    first, both = (measure(model, kind, num_draws=draws)[0] for draws in (1, 2))
+    first, both = (measure(model, kind, num_draws=draws) for draws in (1, 2))
     for one_T, two_T in zip(first.score_KT, both.score_KT, strict=True):
         second_T = two_T - one_T
         assert (second_T >= -1e-6 * one_T.max()).all()
@@ -230,7 +179,7 @@ def test_a_linear_projection_is_gone_back_through_once_per_response(model, monke
     monkeypatch.setattr(Projection, "__call__", lambda *given: rows.append(given[1]) or call(*given))
     for linear in (True, False):
         monkeypatch.setattr(Projection, "linear", linear)
-        scores.append(measure(model, "fisher")[0].score_KT)
+        scores.append(measure(model, "fisher").score_KT)
     assert [len(one) for one in rows if one.requires_grad] == [len(rows_of()), 7]
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-6)
 

@@ -51,10 +51,6 @@ def run(model, batch=None, importance="fisher", probe="answer_mean", request=Non
     return unpadded(gradient_importance(model, request, *batch), batch[2])
 
 
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 @every_probe
 @every_importance
 def test_every_padding_equals_plain_autograd(model, folder, importance, probe):
@@ -108,17 +104,6 @@ def test_a_batch_equals_one_by_one(model, importance):
         for (ids, segments), row in zip(rows_of(), together, strict=True):
             alone = gradient_importance(model, asked(importance, **draws), ids[None], segments[None])
             assert distance([row], [alone[0]]) <= limit
-
-
-@pytest.mark.parametrize("importance", ["fisher", TWO, "entropy"])
-def test_bf16_is_close_and_float64_closer(folder, model, importance):
-    want = run(model, importance=importance)
-    for dtype, low, high in ((torch.bfloat16, 1e-5, 0.2), (torch.float64, 0, 1e-5)):
-        other = Qwen2ForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        got = run(other, importance=importance)
-        assert all(row.dtype == torch.float32 for row in got)
-        assert low < distance(got, want) + 1e-12 < high
-        assert {p.dtype for p in other.parameters()} == {dtype}
 
 
 @pytest.mark.parametrize(("importance", "power"), [("grail", 0), ("fisher", -2)])
@@ -177,22 +162,16 @@ def test_a_response_without_a_prompt(model, importance):
     assert distance(got[:1], run(model, padded([alone]), importance)) < bound(importance)
 
 
-# ---- seeds and temperature
+# ---- seeds
 
 
 @pytest.mark.parametrize("importance", ["fisher", "oar_g", TWO, "random"])
 def test_numbers_are_the_same_within_a_step_and_others_in_every_step_response_and_place(model, importance):
     config = OarConfig(importance=importance, num_draws=2)
     first, again, second = (run(model, request=Request.of_step(config, step)) for step in (1, 1, 2))
-    assert same(first, again)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert all((a - b).abs().max() > 1e-3 * b.max() for a, b in zip(first, second, strict=True))
     if importance == "random":  # a number of its own for each place of each response, and nothing elsewhere
         values = torch.cat([row[row != 0] for row in (*first, *second)])
         assert 0 < values.min() < values.max() < 1
         assert len(values.unique()) == 2 * sum(len(positions(segments)) for _, segments in rows_of())
-
-
-@pytest.mark.parametrize("importance", ["fisher", "oar_g", OWN])
-def test_probes_do_not_see_the_temperature(model, importance):
-    cold, warm = (run(model, importance=importance, temperature=temperature) for temperature in (0.5, 2.0))
-    assert same(cold, warm)

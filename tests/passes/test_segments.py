@@ -15,11 +15,11 @@ from tests.passes.test_tokens import WithoutBackend
 TOKENIZER = world.make_tokenizer()
 
 
-def segment(text, others=0, max_answer_tokens=10):
-    """Segments and status; the first `others` tokens are not the model's own."""
+def segment(text, max_answer_tokens=10):
+    """Segments and status."""
     ids = TOKENIZER(text)["input_ids"]
-    finder, ends = make_finder(("hash",)), {TOKENIZER.eos_token_id}
-    own, longest = np.arange(len(ids)) >= others, (world.MAX_RESPONSE_LENGTH, max_answer_tokens)
+    finder, ends, own = make_finder(("hash",)), {TOKENIZER.eos_token_id}, np.ones(len(ids), dtype=bool)
+    longest = world.MAX_RESPONSE_LENGTH, max_answer_tokens
     return segment_response(ids, own, finder, TokenBytes(TOKENIZER), ends, *longest, LostTime())
 
 
@@ -43,13 +43,6 @@ def test_a_response_without_an_end_is_cut_where_it_alone_or_with_its_prompt_is_a
     row = ids, np.ones(len(ids), dtype=bool), True, 3
     _, (status,) = segment_rows([row], request, TokenBytes(TOKENIZER), {TOKENIZER.eos_token_id})
     assert Status(int(status)).name == case["status"]
-
-
-def test_what_is_not_the_models_own_is_never_reasoning():
-    segments, status = segment("so 3 then 4\n#### 7<eos>", others=5)
-    assert status == Status.SCORED
-    assert (segments[:5] == Segment.OUTSIDE).all()
-    assert (segments[5:12] == Segment.REASONING).all()
 
 
 @pytest.mark.parametrize(("most", "status"), [(3, Status.SCORED), (2, Status.ANSWER_TOO_LONG)])

@@ -78,8 +78,7 @@ for name, layout in (
 
 def batch(rows: list[int], *how: bool) -> TensorDict:
     encoded = world.encode()
-    data = batch_of([encoded[i] for i in rows], [world.ROWS[i][2] for i in rows], *how)
-    return data
+    return batch_of([encoded[i] for i in rows], [world.ROWS[i][2] for i in rows], *how)
 
 
 def batch_of(
@@ -282,12 +281,12 @@ def recomputed(engine: Any) -> int:
     return sum(calls) - MICRO_BATCHES_SCORED
 
 
+def loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
+    return -model_output["log_probs"].values().mean(), {}
+
+
 def updated(engine: Any) -> dict[str, Any]:
     """Two ordinary updates and a log-prob pass."""
-
-    def loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
-        return -model_output["log_probs"].values().mean(), {}
-
     with engine.train_mode():
         metrics = [engine.train_batch(batch([0, 1]), loss)["metrics"] for _ in range(2)]
     norms = [float(one.get("grad_norm", 0.0)) for one in metrics]  # not every rank reports one
