@@ -11,7 +11,7 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
 from benchmarks.learning.tasks import TASKS
-from benchmarks.learning.training import BLAME, SPARE, Credit, Run
+from benchmarks.learning.training import BLAME, Credit, Run
 from oar_plugin.config import OarConfigError
 
 PLANS = Path(__file__).parent / "plans"
@@ -135,10 +135,7 @@ def _plan(name: str, values: Any) -> Plan:
         raise ValueError("rates: of several one is chosen on the pairs of choose, which has none")
     for method, credit in plan.methods.items():
         try:
-            copies = credit.config(0).copies
+            credit.config(0)
         except (ValueError, OarConfigError) as error:
-            raise ValueError(f"methods.{method}: {error} (importance: or {BLAME}; gate: or {SPARE})") from None
-        of = f"methods.{method}: importance={credit.importance}"
-        if copies and copies.by_gradient:
-            raise ValueError(f"{of}: copies that a gradient chooses, which the small trainer does not run")
+            raise ValueError(f"methods.{method}: {error} (importance: or {BLAME})") from None
     return plan

@@ -99,7 +99,7 @@ def test_the_study_of_a_language_model(made, questions, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Writer, "write", write)
     settings = Settings(
-        model=made, tasks=("words", "gsm8k"), questions=questions, responses=2, behind=("fisher:1",), device="cpu",
+        model=made, tasks=("words", "gsm8k"), questions=questions, responses=2, device="cpu",
         folder=tmp_path,
     )  # fmt: skip
     settings.check()
@@ -112,7 +112,7 @@ def test_the_study_of_a_language_model(made, questions, monkeypatch, tmp_path):
         measure(replace(settings, seed=1), silent)
     report.machine = None
     page = report.markdown(None)
-    for row in ("| gsm8k short model 0 | 2 |", "| gsm8k long model 0 | 1 |", "| fisher layer 1 |", "| answer_joint |"):
+    for row in ("| gsm8k short model 0 | 2 |", "| gsm8k long model 0 | 1 |", "| answer_joint |"):
         assert row in page
     assert "causal" not in page
     assert next(problems("words")).prompt[-1]["content"] in report.extra["html"]

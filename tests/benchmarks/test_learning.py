@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.candidates.rivals import RIVALS
+import oar_plugin
 from benchmarks.learning import training
 from benchmarks.learning.tasks import TASKS, NamedParallel
 from benchmarks.learning.training import Credit, Run, forward, roll_out
 from benchmarks.tiny.fast import head_of, micro_batches, rows_of
 from benchmarks.tiny.model import build_model
-from benchmarks.tiny.words import PAD, encode
+from benchmarks.tiny.words import PAD, encode, make_tokenizer
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import Importance
 from oar_plugin.passes import prediction
-from oar_plugin.passes.plain import batch_importance, predicted_importance
+from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 
 TASK = NamedParallel("parallel", steps=2, filler=(1, 2), error_rate=0.2)
@@ -101,8 +101,8 @@ def test_a_rollout_has_the_responses_that_teach_something(rollout):
 
 @pytest.mark.parametrize(
     ("name", "probe"),
-    [(name, "answer_mean") for name in ("fisher", "decision", "entropy", "oar_g", "oar_p", ONWARD)]
-    + [("span_masking", "answer_joint"), ("oar_p", "last")],
+    [(name, "answer_mean") for name in ("fisher", "entropy", "oar_g", "oar_p", ONWARD)]
+    + [("oar_p", "answer_joint"), ("oar_p", "last")],
 )
 def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(name, probe, model, rollout, monkeypatch):
     monkeypatch.setattr(training, "micro_batches", partial(micro_batches, rows=4))
@@ -115,24 +115,22 @@ def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(name,
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "credit",
-    [Credit(importance="fisher", share=0.5), Credit(importance="oar_p", share=0.5), Credit(importance="value")],
-)
-def test_predicted_importance_is_the_packages(credit, model, rollout, monkeypatch):
-    """In the first step all responses are scored, as there are few, or none is known."""
+@pytest.mark.parametrize("importance", ["fisher", "oar_p"])
+def test_predicted_importance_is_the_packages(importance, model, rollout, monkeypatch):
+    """In the first step all responses are scored, as there are few."""
     monkeypatch.setattr(prediction, "ENOUGH", 20)
-    run = replace(RUN, credit=credit)
-    here, there = training.predictor_for(run), training.predictor_for(run)
+    run = replace(RUN, credit=Credit(importance=importance, share=0.5))
+    here, there = training.predictor_for(run), None
+    given = {"attention_mask": rollout.mask_BL, "response_mask": rollout.response_BL, "segments": rollout.segments_BL}
+    given |= {"tokenizer": make_tokenizer(), "importance": importance, "amortize.share": 0.5}
     for step in range(3):
-        request = training.request_of(run, step)
-        scored_B = training.chosen(here, request, rollout)
+        scored_B = training.chosen(here, training.request_of(run, step), rollout)
         passes = forward(model, rollout, scored_B)
         here_BL = training.importance(run, rollout, passes, step, here, scored_B)
-        batch = rollout.token_BL, rollout.segments_BL, rollout.mask_BL
-        there_BL, measured_B4 = predicted_importance(model, request, there, *batch, rollout.advantage_B.sign())
+        credit = oar_plugin.importance(model, rollout.token_BL, step=step + 1, predictor=there, **given)
+        there, there_BL = credit.predictor, credit.importance[:, : here_BL.shape[1]]
         torch.testing.assert_close(here_BL, there_BL, rtol=2e-3, atol=1e-5 * max(1.0, there_BL.max().item()))
-    assert measured_B4[:, 0].any()
+    assert 0 < scored_B.sum() < len(scored_B)
 
 
 def test_a_step_is_counted_anew_when_fewer_responses_are_scored(monkeypatch):
@@ -143,20 +141,6 @@ def test_a_step_is_counted_anew_when_fewer_responses_are_scored(monkeypatch):
     first, later, last = (step.get("importance_flops") for step in record.steps)
     assert later < first
     assert last is None
-
-
-@pytest.mark.parametrize("name", RIVALS)
-def test_rivals_weigh_reasoning_alone(name, model, rollout):
-    passes = forward(model, rollout)
-    given = training.hidden_states(rollout, passes), training.log_probs(rollout, passes)
-    weight_BL = RIVALS[name](rollout, *given, 0.25)
-    assert weight_BL.isfinite().all()
-    assert (weight_BL[~rollout.reasoning_BL] == 1).all()
-    assert weight_BL.min() >= 0
-    assert len(weight_BL[rollout.reasoning_BL].unique()) > 1
-    if name in ("delta", "shear"):
-        total_B = (weight_BL - 1).masked_fill(~rollout.reasoning_BL, 0.0).sum(-1)
-        assert total_B.abs().max() < 1e-3
 
 
 def test_an_update_is_the_textbooks(model, rollout, monkeypatch):
@@ -195,7 +179,7 @@ def test_the_oracle_pays_no_right_result_of_a_wrong_response(rollout):
     run = replace(RUN, credit=Credit(importance="blame"))
     rollout.wrong_BL[1, rollout.causal_BL[1].nonzero()[0]] = False
     raw_BL = torch.where(rollout.causal_BL, 3.0, 1.0).masked_fill(rollout.right_in_wrong_BL, 0.0)
-    weight_BL, told = training.weights(run, rollout, training.importance(run, rollout, [], 0), torch.zeros(2))
+    weight_BL, told = training.weights(run, rollout, training.importance(run, rollout, [], 0))
     for raw_L, weight_L, keep_L in zip(raw_BL, weight_BL, rollout.reasoning_BL, strict=True):
         torch.testing.assert_close(weight_L[keep_L], raw_L[keep_L] / raw_L[keep_L].mean())
         assert (weight_L[~keep_L] == 1).all()

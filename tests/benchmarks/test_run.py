@@ -54,7 +54,7 @@ def test_real_verl_takes_turns(tmp_path):
     """One run of real verl, two steps of each method, the first of each thrown away."""
     pytest.importorskip("vllm")
     small = "--size 1m --prompts 2 --n 2 --prompt-length 8 --response-length 32 --micro-batch 4 --steps 1 --rounds 1"
-    assert main(["run", *small.split(), "--importance", "decision", "--out", str(tmp_path)]) == 0
+    assert main(["run", *small.split(), "--importance", "oar_g", "--out", str(tmp_path)]) == 0
     oar, grpo = json.loads((tmp_path / "run_cpu.json").read_text())["runs"]["steps"]
     assert (oar["oar"], oar["step"], grpo["oar"], grpo["step"]) == (True, 3, False, 4)
     assert oar[IMPORTANCE] > 0 == grpo[IMPORTANCE]
