@@ -19,9 +19,8 @@ from benchmarks.tiny.words import PAD, encode, make_tokenizer
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import Importance
+from oar_plugin.credit.probe import PROBES
 from oar_plugin.passes import prediction
-from oar_plugin.passes.plain import batch_importance
-from oar_plugin.passes.request import Request
 
 TASK = NamedParallel("parallel", steps=2, filler=(1, 2), error_rate=0.2)
 ONWARD = "python:benchmarks.candidates.learning:Onward"
@@ -100,37 +99,30 @@ def test_a_rollout_has_the_responses_that_teach_something(rollout):
 
 
 @pytest.mark.parametrize(
-    ("name", "probe"),
-    [(name, "answer_mean") for name in ("fisher", "entropy", "oar_g", "oar_p", ONWARD)]
-    + [("oar_p", "answer_joint"), ("oar_p", "last")],
+    ("name", "probe", "share"),
+    [(name, "answer_mean", None) for name in ("fisher", "entropy", "oar_g", ONWARD)]
+    + [("oar_p", probe, None) for probe in PROBES]
+    + [(name, "answer_mean", 0.5) for name in ("fisher", "oar_p")],
 )
-def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(name, probe, model, rollout, monkeypatch):
+def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(
+    name, probe, share, model, rollout, monkeypatch
+):
+    """Predicted importance too, of some responses from the second step on: in the first all are scored, as there are few."""
     monkeypatch.setattr(training, "micro_batches", partial(micro_batches, rows=4))
-    run = replace(RUN, credit=Credit(importance=name, probe=probe))
-    request = Request.of_step(run.credit.config(run.seed), 1, replacement_token=PAD)
-    there_BL = batch_importance(model, request, rollout.token_BL, rollout.segments_BL, rollout.token_BL != PAD)
-    here_BL = training.importance(run, rollout, forward(model, rollout), 0)
-    assert (here_BL > 0).sum() > 20
-    torch.testing.assert_close(here_BL, there_BL, rtol=1e-3, atol=1e-5 * max(1.0, there_BL.max().item()))
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("importance", ["fisher", "oar_p"])
-def test_predicted_importance_is_the_packages(importance, model, rollout, monkeypatch):
-    """In the first step all responses are scored, as there are few."""
     monkeypatch.setattr(prediction, "ENOUGH", 20)
-    run = replace(RUN, credit=Credit(importance=importance, share=0.5))
+    run = replace(RUN, credit=Credit(importance=name, probe=probe, share=share))
     here, there = training.predictor_for(run), None
     given = {"attention_mask": rollout.mask_BL, "response_mask": rollout.response_BL, "segments": rollout.segments_BL}
-    given |= {"tokenizer": make_tokenizer(), "importance": importance, "amortize.share": 0.5}
-    for step in range(3):
+    given |= {"tokenizer": make_tokenizer(), "importance": name, "probe": probe, "amortize.share": share}
+    for step in range(1 if share is None else 3):
         scored_B = training.chosen(here, training.request_of(run, step), rollout)
-        passes = forward(model, rollout, scored_B)
-        here_BL = training.importance(run, rollout, passes, step, here, scored_B)
+        here_BL = training.importance(run, rollout, forward(model, rollout, scored_B), step, here, scored_B)
         credit = oar_plugin.importance(model, rollout.token_BL, step=step + 1, predictor=there, **given)
-        there, there_BL = credit.predictor, credit.importance[:, : here_BL.shape[1]]
+        there, there_BL = credit.predictor, credit.importance
+        assert (here_BL > 0).sum() > 20
         torch.testing.assert_close(here_BL, there_BL, rtol=2e-3, atol=1e-5 * max(1.0, there_BL.max().item()))
-    assert 0 < scored_B.sum() < len(scored_B)
+    assert (scored_B.sum() < len(scored_B)) == (share is not None)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_step_is_counted_anew_when_fewer_responses_are_scored(monkeypatch):
