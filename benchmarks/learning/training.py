@@ -90,13 +90,6 @@ class Run:
     steps: int = 40
     prompts: int = 16
     copies: int = 8
-    flips: float = 0.0  # share of the responses whose reward is turned round before advantages are made of it
-
-    @property
-    def setting(self) -> str:
-        """The task, and what is not as usual about its batches and rewards."""
-        batch = f", {self.prompts} x {self.copies}" if (self.prompts, self.copies) != (Run.prompts, Run.copies) else ""
-        return self.task + batch + (f", {self.flips:.0%} flipped" if self.flips else "")
 
     @property
     def draw(self) -> int:
@@ -135,7 +128,6 @@ class Rollout:
     status_B: Tensor  # int64 of `Status`
     causal_BL: Tensor  # bool, the results that the answer follows from
     wrong_BL: Tensor  # bool, those of them that are wrong
-    gold_Bm: Tensor  # int64 ids, the right answer to the problem
 
     @property
     def reasoning_BL(self) -> Tensor:
@@ -171,7 +163,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
     for step in range(run.steps):
         begun = time.perf_counter()
         noise.manual_seed(1000 * run.draw + step)
-        rollout = roll_out(model, task, problems, noise, run.prompts, run.copies, run.flips)
+        rollout = roll_out(model, task, problems, noise, run.prompts, run.copies)
         sampled = time.perf_counter()
         entry = {**rollout.graded, "used": len(rollout.token_BL), "sample_seconds": sampled - begun}
         if len(rollout.token_BL):
@@ -228,12 +220,10 @@ def roll_out(
     noise: torch.Generator,
     prompts: int,
     copies: int,
-    flips: float = 0.0,
 ) -> Rollout:
     """Sample `copies` responses to each of `prompts` new problems; `rng` draws the problems, `noise` the tokens.
 
-    The advantage is `(r - mean) / (std + 1e-6)` over the responses to a problem, as verl's GRPO has it. A share `flips` of the
-    rewards, drawn by `rng` as well, is turned round in it.
+    The advantage is `(r - mean) / (std + 1e-6)` over the responses to a problem, as verl's GRPO has it.
     """
     problems = [task.problem(rng) for _ in range(prompts)]
     prompt_BP = torch.tensor([problem.prompt for problem in problems])
@@ -241,9 +231,7 @@ def roll_out(
     rows = response_BR.tolist()
     readings = [task.read(problems[row // copies], ids) for row, ids in enumerate(rows)]
     reward_PG = torch.tensor([float(reading.right) for reading in readings]).view(prompts, copies)
-    flipped_B = torch.tensor([rng.random() < flips for _ in rows]) if flips else torch.zeros(len(rows)).bool()
-    seen_PG = (reward_PG - flipped_B.view(prompts, copies).float()).abs()
-    advantage_B = ((seen_PG - seen_PG.mean(1, keepdim=True)) / (seen_PG.std(1, keepdim=True) + 1e-6)).flatten()
+    advantage_B = ((reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)).flatten()
     lengths = [reading.length for reading in readings]
     graded = {
         "reward": reward_PG.mean().item(),
@@ -269,8 +257,7 @@ def roll_out(
             status_B[row] = Status.NO_REASONING
         else:
             segments_BL[row, written] = torch.from_numpy(reading.segments).long()
-    gold_Bm = torch.tensor([problem.answer for problem in problems]).repeat_interleave(copies, 0)
-    tensors = (advantage_B, token_BL, response_BL, segments_BL, status_B, causal_BL, wrong_BL, gold_Bm)
+    tensors = (advantage_B, token_BL, response_BL, segments_BL, status_B, causal_BL, wrong_BL)
     return Rollout(start, graded, *(x[advantage_B != 0] for x in tensors))
 
 

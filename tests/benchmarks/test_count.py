@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
-from torch import distributed
 
 from benchmarks.count import real, ship
 from benchmarks.count.fake_step import count, measure
@@ -87,14 +86,3 @@ def test_a_count_of_today_is_the_shipped_one_and_a_lacking_one_is_added(tmp_path
     added = json.loads(file.read_text())
     assert added == {name: of for name, of in shipped.items() if name in added}
     assert Plan(config).counted_memory(True) == update
-
-
-def test_a_process_group_that_exists_is_refused_and_ours_is_gone():
-    measure(SMALL, 1, 512)
-    assert not distributed.is_initialized()
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(RuntimeError, match="process group"):
-            count(SMALL)
-    finally:
-        distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The small world that tests, demo and studies share: tasks, words, samples, and the files that verl reads."""
+"""The small world that tests, demo and studies share: tasks, words, and samples."""
 
 import random
 
@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.learning.sentences import Sentences
 from benchmarks.learning.tasks import TASKS as LEARNING
 from benchmarks.learning.tasks import OrderedLookup, wrong_results
-from benchmarks.tiny.data import compute_score, write_problems
 from benchmarks.tiny.model import build_model, sample
 from benchmarks.tiny.tasks import TASKS
 from benchmarks.tiny.words import EOS, MARK, NAMES, PAD, VOCABULARY, make_tokenizer, pieces, text
@@ -78,7 +77,7 @@ def test_whatever_a_model_writes_is_read(data):
     assert set(wrong_results(task, problem, response, reading)) <= set(reading.causal)
 
 
-# ---- words and verl's files
+# ---- words
 
 
 @pytest.mark.parametrize(("architecture", "size"), [("llama", None), ("qwen2", 400)])
@@ -96,18 +95,6 @@ def test_tokenizer_has_the_ids_of_the_words_wherever_it_is_loaded(tmp_path, arch
         assert prompt == list(problem.prompt)
         assert tokenizer(f" {text(response)}<eos>")["input_ids"] == response
         assert TokenBytes(tokenizer).pieces(response) == pieces(response)
-
-
-def test_verl_gets_the_columns_it_reads(tmp_path):
-    pq = pytest.importorskip("pyarrow.parquet")
-    problem, response = drawn(TASKS["chain"], 1)
-    write_problems(tmp_path / "file", [problem])
-    (row,) = pq.read_table(tmp_path / "file").to_pylist()
-    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
-    assert row["prompt"] == [{"role": "user", "content": text(problem.prompt)}]
-    truth = row["reward_model"]["ground_truth"]
-    for said, score in ((text(response), 1), ("#### 1 then " + text(response) + " <eos>\nand more", 1), (truth, 0)):
-        assert compute_score("", said, truth) == {"score": score, "acc": score}
 
 
 # ---- samples
