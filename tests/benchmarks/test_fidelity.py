@@ -52,22 +52,20 @@ def batch_of(*lengths):
 PASSES = {"fisher 1": (1, 1), "fisher 4": (4, 4), "oar_g 4": (5, 4), "entropy": (1, 0), "random": (0, 0)}
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*PASSES, REFERENCE, "Saliency"])
 def test_a_score_depends_on_its_response_alone_and_passes_are_counted(name):
     model = build_model(0, hidden=16, heads=2)
-    alone, together = (ALL[name](model, batch)[0] for batch in (batch_of(16), batch_of(16, 21)))
-    reasoning = batch_of(16).responses[0].reasoning_R
-    torch.testing.assert_close(alone[reasoning].double(), together[reasoning].double(), rtol=2e-3, atol=1e-5)
+    alone, together = (ALL[name](model, batch)[0, 4:12].double() for batch in (batch_of(16), batch_of(16, 21)))
+    torch.testing.assert_close(alone, together, rtol=2e-3, atol=1e-5)
     with counted_work(model) as work:  # after the first scores, which also run a trial
         ALL[name](model, batch_of(16))
-    assert all(parameter.grad is None for parameter in model.parameters())
     if name in PASSES:
         assert [work[way] / 16 for way in ("forward", "backward")] == pytest.approx(PASSES[name])
     if name == REFERENCE:
-        assert 1 < work["forward"] / 16 < len(reasoning), "copies read their prefix from a cache"
+        assert 1 < work["forward"] / 16 < 8, "copies read their prefix from a cache"
 
 
-def test_rank_correlation_overlap_recall_and_auc():
+def test_rank_correlation_overlap_recall_auc_and_their_intervals():
     """Spearman's by hand: ranks 1, 2.5, 2.5, 4 against 1, 3, 2, 4."""
     score, reference = torch.tensor([0.0, 5.0, 5.0, 9.0]), torch.tensor([1.0, 3.0, 2.0, 4.0])
     assert rank_correlation(score, reference) == pytest.approx(4.5 / math.sqrt(4.5 * 5.0))
@@ -80,18 +78,12 @@ def test_rank_correlation_overlap_recall_and_auc():
     assert causal_recall(torch.tensor([[0.1, 5.0, 0.2, 4.0, 9.0]]), keep, causal).item() == 0.5
     assert auc(score.numpy(), np.array([False, True, False, False])) == pytest.approx((1 + 0.5 + 0) / 3)
     assert math.isnan(auc(score.numpy(), np.ones(4, dtype=bool)))
-
-
-def test_intervals_hold_groups_together():
-    """Two groups that differ a lot: the interval is about the scatter within them, not between."""
+    # Two groups that differ a lot: the interval is about the scatter within them, not between.
     mean = mean_over_groups([[0.0, 0.1, math.nan] * 20, [1.0, 0.9] * 20])
     assert (mean.value, mean.count) == (pytest.approx(0.5), 80)
     assert mean.high - mean.low < 0.05
     assert math.isnan(mean_over_groups([[math.nan]]).value)
     assert [plus_minus(Estimate(0.5, 0.4, 0.6, count)) for count in (0, 4, 5)] == ["", "0.50 (4)", "0.50 ± 0.10"]
-
-
-# ---- a language model
 
 
 WRITTEN = "Ben has 3 pens, and 3 + 4 = 7.\n#### {}<eos><pad>"

@@ -67,9 +67,6 @@ def test_real_verl_takes_turns(tmp_path):
     assert oar[run.IMPORTANCE] > 0 == grpo[run.IMPORTANCE]
 
 
-# ---- SmolLM2
-
-
 def test_no_problem_is_in_both_files_and_the_reward_reads_its_solution():
     made = tasks.rows(tests=16)
     shown = [turn["content"] for turn in made["train"][0]["prompt"][:-1]]

@@ -21,13 +21,10 @@ EVERY_TASK = [*TASKS.values(), *LEARNING.values()]
 seeds = st.integers(0, 10**6)
 
 
-def drawn(task, seed, error_rate=0.0):
-    rng = random.Random(seed)
-    problem = task.problem(rng)
-    return problem, task.demonstration(problem, rng, error_rate)
-
-
-# ---- tasks
+def drawn(task, seed):
+    """A problem, and a demonstration without errors."""
+    problem = task.problem(rng := random.Random(seed))
+    return problem, task.demonstration(problem, rng, 0.0)
 
 
 @given(task=st.sampled_from(EVERY_TASK), seed=seeds)
@@ -36,8 +33,7 @@ def test_perfect_demonstration_is_right(task, seed):
     reading = task.read(problem, response)
     assert len(problem.prompt) == task.prompt_length
     assert len(response) <= task.max_response_length
-    assert reading.right
-    assert reading.length == len(response)
+    assert (reading.right, reading.length) == (True, len(response))
     assert not task.read(problem, response[:-1]).right, "it does not end"
     assert not task.read(problem, [t for t in response if t != MARK]).right
 
@@ -46,15 +42,13 @@ def planted(task, problem, seed):
     """The last word of each step's results, and whether it is wrong, in the `demonstration` of the same seed."""
     steps, _ = task.solution(problem.content, random.Random(seed), task.error_rate)
     for step in steps:
-        if isinstance(task, Sentences):
-            (*_, a, op, b), (written,) = step.copied, step.results
-            yield written, int(written) != (int(a) + int(b) if op == "+" else int(a) - int(b))
-        elif isinstance(task, OrderedLookup):
+        if isinstance(task, OrderedLookup):
             name, written = step.results
             yield written, int(written) != problem.content[1][NAMES.index(name)]
         else:
             (*_, a, op, b), (written,) = step.copied, step.results
-            yield written, int(written) != (int(a) + int(op + b)) % 10
+            total = int(a) + int(op + b)
+            yield written, int(written) != (total if isinstance(task, Sentences) else total % 10)
 
 
 @given(task=st.sampled_from(EVERY_TASK), seed=seeds)
@@ -77,9 +71,6 @@ def test_whatever_a_model_writes_is_read(data):
     assert set(wrong_results(task, problem, response, reading)) <= set(reading.causal)
 
 
-# ---- words
-
-
 @pytest.mark.parametrize(("architecture", "size"), [("llama", None), ("qwen2", 400)])
 def test_tokenizer_has_the_ids_of_the_words_wherever_it_is_loaded(tmp_path, architecture, size):
     """AutoTokenizer loads it as Qwen's own class where the model is a Qwen."""
@@ -95,9 +86,6 @@ def test_tokenizer_has_the_ids_of_the_words_wherever_it_is_loaded(tmp_path, arch
         assert prompt == list(problem.prompt)
         assert tokenizer(f" {text(response)}<eos>")["input_ids"] == response
         assert TokenBytes(tokenizer).pieces(response) == pieces(response)
-
-
-# ---- samples
 
 
 @pytest.fixture(scope="module")
