@@ -6,9 +6,14 @@ from typing import Any
 
 from benchmarks.tiny.model import SHAPES
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.importance import importance_of, without_copies
+from oar_plugin.credit.importance import IMPORTANCES as SHIPPED
+from oar_plugin.credit.importance import Importance, importance_of, without_copies
 
 DEFAULT: str = OarConfig.model_fields["importance"].default
+IMPORTANCES: dict[str, Importance] = {
+    name: one for name, one in SHIPPED.items() if one.backwards or one.copies or one.reads or not one.runs_model
+}
+"""Those of the package that score a response by itself, without a training."""
 
 
 def check_at_least_one(settings: Any, *names: str) -> None:
@@ -32,8 +37,6 @@ def check_importance(name: str, copies: bool = False) -> None:
         importance = importance_of(name)
     except ValueError as error:
         raise ValueError(f"--importance {name}: {error}") from None
-    if importance.learns:
-        raise ValueError(f"--importance {name}: it learns in a training, which this study lacks")
     if importance.copies is not None and not copies:
         raise ValueError(f"--importance {name}: it runs masked copies, not measured here; allowed: {without_copies()}")
 

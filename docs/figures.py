@@ -84,7 +84,7 @@ def predicted_real() -> str:
     """Predicted scores beside what they are predicted from."""
     rows = {row["estimator"]: row for row in rows_of(REAL, "Estimators against exact OAR-P")}
     shown = {name: f"`{name.replace(', ', '`, ')}" for name in rows if name.endswith("scored")}
-    others = "hybrid 0.3", "position", "control: place and doubt", "fisher 1", "oar_g 1"
+    others = "position", "control: place and doubt", "fisher 1", "oar_g 1"
     shown |= {name: ESTIMATORS.get(name, "control: regression without hidden states") for name in others}
     lines = [
         [

@@ -13,7 +13,7 @@ from benchmarks.count.shapes import Counts, Memory, Work
 from benchmarks.count.ship import ship
 from benchmarks.report import Progress, Report, Table
 from oar_plugin.credit.importance import IMPORTANCES, Importance
-from oar_plugin.credit.regression import COLUMNS, SCORE_FEATURES, VALUE_FEATURES
+from oar_plugin.credit.regression import COLUMNS, SCORE_FEATURES
 from oar_plugin.runs.plan.known import KNOWN, at, load_model
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Yi-1.5-34B", "Qwen3-30B-A3B")
@@ -27,8 +27,8 @@ SHARES = (0.3, 0.6, 1.0)
 ALIKE = {one.backwards: name for name, one in reversed(IMPORTANCES.items()) if one.backwards}
 KINDS = [name for name in IMPORTANCES if name in ALIKE.values()]
 """The first importance with each kind of backward; the others cost the same."""
-COPIES = {"oar_p, 1.0": (1.0, 1), "oar_p, 0.2, spans of 8": (0.2, 8), "hybrid, 0.3": (0.3, 1)}
-"""Budget (share of units with a copy) and span."""
+SPANS = {"oar_p": 1, "oar_p, spans of 8": 8}
+"""Tokens that a copy masks."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def added_flops(counts: Counts, layers: int, length: int, importance: Importance
     return len(importance.backwards) * backward + forwards + 2 * at(of["head"], layers, rows)
 
 
-def copies_flops(counts: Counts, layers: int, length: int, budget: float, span: int, prefix: bool) -> float:
+def copies_flops(counts: Counts, layers: int, length: int, span: int, prefix: bool) -> float:
     """FLOPs of masked copies of a response, with a shared prefix from a first masked token on, and its unmasked forward."""
     flops, reasoning = counts["flops"], length - PROMPT - ANSWER
     whole, head = flops["layers"], at(flops["head"], layers, ANSWER)
@@ -80,7 +80,7 @@ def copies_flops(counts: Counts, layers: int, length: int, budget: float, span: 
     starts = [PROMPT + reasoning * (i + 0.5) / 64 for i in range(64)]
     cached = statistics.fmean(at(whole, layers, start) for start in starts) if prefix else 0.0
     forward = at(whole, layers, length) + head
-    return forward + max(1.0, budget * reasoning / span) * (forward - cached)
+    return forward + max(1.0, reasoning / span) * (forward - cached)
 
 
 def measure(settings: Settings, progress: Progress) -> Report | str:
@@ -143,13 +143,12 @@ def _copies(all_counts: dict[str, dict[str, Counts]]) -> Table:
     rows = []
     for name in (name for name in all_counts if name in JUDGED):
         counts = all_counts[name][CHECKPOINTING]
-        for label, (budget, span) in COPIES.items():
-            gradient = _phases(counts, LAYERS[name], PROMPT + 4096)[1] if label.startswith("hybrid") else 0.0
+        for label, span in SPANS.items():
             for prefix in (True, False):
-                added = gradient + copies_flops(counts, LAYERS[name], PROMPT + 4096, budget, span, prefix)
+                added = copies_flops(counts, LAYERS[name], PROMPT + 4096, span, prefix)
                 how = "cached" if prefix else "computed again"
                 rows.append([name, label, how, *_ratio(counts, LAYERS[name], PROMPT + 4096, added)])
-    columns = ["model", "importance, budget", "prefix", *(f"{share:.0%}" for share in SHARES)]
+    columns = ["model", "importance", "prefix", *(f"{share:.0%}" for share in SHARES)]
     return Table("The same for masked copies of 4,096 tokens (derived from the forward's polynomial)", columns, rows)
 
 
@@ -159,15 +158,14 @@ def _predicted(all_counts: dict[str, dict[str, Counts]]) -> Table:
     for name in (name for name in all_counts if name in JUDGED):
         counts, layers = all_counts[name][CHECKPOINTING], LAYERS[name]
         fisher = added_flops(counts, layers, length, IMPORTANCES["fisher"])
-        copies = copies_flops(counts, layers, length, 1.0, 8, prefix=True)
-        # Features, the share of tokens that are learned, and what scores of these cost.
+        copies = copies_flops(counts, layers, length, 8, prefix=True)
+        # The share of tokens that are learned, and what scores of all cost.
         ways = {
-            "fisher, 1 in 8": (SCORE_FEATURES, 1 / 8, fisher),
-            **{f"oar_p, spans of 8, cached prefix, 1 in {n}": (SCORE_FEATURES, 1 / n, copies) for n in (20, 300)},
-            "value": (VALUE_FEATURES, 1.0, 0.0),
+            "fisher, 1 in 8": (1 / 8, fisher),
+            **{f"oar_p, spans of 8, cached prefix, 1 in {n}": (1 / n, copies) for n in (20, 300)},
         }
-        for label, (features, share, scores) in ways.items():
-            products = 2 * reasoning * (load_model(name).hidden_size * COLUMNS + share * features**2)
+        for label, (share, scores) in ways.items():
+            products = 2 * reasoning * (load_model(name).hidden_size * COLUMNS + share * SCORE_FEATURES**2)
             rows.append([name, label, *_ratio(counts, layers, length, share * scores + products)])
     title = "The same where the scores of other rows are predicted, 4,096 tokens (derived)"
     return Table(title, ["model", "importance", *(f"{share:.0%}" for share in SHARES)], rows)
@@ -208,8 +206,7 @@ def check() -> Table:
 NOTES = [
     f"FLOPs are matrix products and attention, with half of the products of causal attention. Prompts have {PROMPT} tokens, "
     f"answers {ANSWER}; a response's length is without the prompt.",
-    "Checkpointing is by layer, in the update and in the importance pass. `oar_g` runs one more forward, with noise; "
-    "`decision` projects the reasoning.",
+    "Checkpointing is by layer, in the update and in the importance pass. `oar_g` runs one more forward, with noise.",
     "Bytes are peaks of one rank of FSDP2 above weights, gradients and Adam's moments, with float32 weights, bf16 arithmetic "
     "and float32 reductions. Attention and cross entropy are those of flash-attn: its cross entropy overwrites the logits.",
     "Megatron: the FLOPs of all ranks together are these, with the whole of each layer computed again under checkpointing. Its "

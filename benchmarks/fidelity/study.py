@@ -64,8 +64,6 @@ class Settings:
     """Responses of each source, the first ones, that are judged in other ways too: bfloat16, another seed, other probes."""
     also: tuple[str, ...] = ()
     """Importances of yours: python:<module>:<class>."""
-    behind: tuple[str, ...] = ()
-    """Importances at hidden states in place of embeddings: <importance>:<layer>, with gradients alone."""
     probe: Probe = OarConfig().probe
     """The outcome that is watched. The others get a table."""
     max_tokens: int = 2048
@@ -94,8 +92,8 @@ class Settings:
                 next(problems(kind, questions=self.questions))
 
     def estimators(self) -> dict[str, Score]:
-        """Those of the package, and those of `also` and `behind`; raises ValueError as `added_estimators` does."""
-        return package_estimators() | added_estimators(self.also, self.behind)
+        """Those of the package, and those of `also`; raises ValueError as `added_estimators` does."""
+        return package_estimators() | added_estimators(self.also)
 
     @property
     def kinds(self) -> tuple[str, ...]:

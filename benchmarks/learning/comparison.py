@@ -47,7 +47,7 @@ def by_run(records: Named) -> pd.DataFrame:
     rows = []
     for name, record in records:
         run = record.run
-        row = {"task": run.setting, "method": name, "lr": run.lr, "warm": run.warm, "seed": run.seed}
+        row = {"task": run.task, "method": name, "lr": run.lr, "warm": run.warm, "seed": run.seed}
         row |= {"start": record.start, "held_out": record.held_out}
         row |= {"rewards": [step["reward"] for step in record.steps]}
         rows.append(row | {"tokens": tokens_of(record.steps), "flops": flops_of(record.steps)} | means(record))
@@ -66,7 +66,7 @@ def chosen_rates(plan: Plan, records: Named) -> dict[tuple[str, str], float]:
 
     A rate counts where all of its pairs are finished; without any it is the plan's first.
     """
-    found = {(task, name): plan.rate_of.get(task, plan.rates[0]) for task in plan.settings for name in plan.methods}
+    found = {(task, name): plan.rate_of.get(task, plan.rates[0]) for task in plan.tasks for name in plan.methods}
     if records:
         rates = by_run(records).groupby(["task", "method", "lr"])["reward"].agg(["size", "mean"])
         whole = rates[rates["size"] == len(plan.choose.all())]["mean"]
@@ -79,17 +79,17 @@ def chosen_rates(plan: Plan, records: Named) -> dict[tuple[str, str], float]:
 def tables(plan: Plan, chosen_from: Named, judged: Named) -> list[Table]:
     """All that a page shows, task by task."""
     runs, grid = by_run(judged), by_run(chosen_from)
-    gains = {(task, name): gain(plan, runs, task, name) for task in plan.settings for name in plan.methods}
-    tested = [(task, name) for task in plan.settings for name in plan.named if name != BASELINE]
+    gains = {(task, name): gain(plan, runs, task, name) for task in plan.tasks for name in plan.methods}
+    tested = [(task, name) for task in plan.tasks for name in plan.named if name != BASELINE]
     corrected = dict(zip(tested, holm([gains[key][1] for key in tested]), strict=True))
     found = []
-    for task in plan.settings:
+    for task in plan.tasks:
         found += [
             _compared(plan, task, runs, gains, corrected),
             _at_equal_cost(plan, task, runs),
             _paid(task, plan, runs),
         ]
-    found += [_grid(task, plan, grid) for task in plan.settings]
+    found += [_grid(task, plan, grid) for task in plan.tasks]
     return [table for table in found if table.rows]
 
 
@@ -210,7 +210,7 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
     """What one has to know to read the figures."""
     some = (judged or chosen_from)[0][1].run
     trainings = Counter((one.run.warm, one.run.seed) for _, one in judged)
-    finished = sum(count == len(plan.settings) * len(plan.methods) for count in trainings.values())
+    finished = sum(count == len(plan.tasks) * len(plan.methods) for count in trainings.values())
     ready = f"{finished} of {len(plan.judge.all())} pairs are finished."
     rates = f"One learning rate for all methods: another may suit some of them better. {ready}"
     if len(plan.rates) > 1:
@@ -220,19 +220,15 @@ def notes(plan: Plan, chosen_from: Named, judged: Named) -> list[str]:
             f"{_list(plan.judge.warm)} and seeds {_list(plan.judge.seeds)}: {ready}"
         )
     runs = by_run(judged)
-    compared = sum(len(paired(runs, task, name)) for task in plan.settings for name in plan.methods if name != BASELINE)
+    compared = sum(len(paired(runs, task, name)) for task in plan.tasks for name in plan.methods if name != BASELINE)
     alone = int((runs["method"] != BASELINE).sum()) - compared
     left_out = f"{alone} trainings stand beside none of GRPO that began with the same weights: not compared."
-    trimmed, files = (
-        "",
-        {level.earlier for factor in plan.factors.values() for level in factor.values() if level.earlier},
-    )
+    trimmed = ""
     if plan.trim:
         cut = int(plan.trim * len(plan.judge.warm))
         trimmed = f", with {cut} of {len(plan.judge.warm)} models left out at each end, and of Yuen's t-test for trimmed means"
     return [
         *([left_out] if alone else []),
-        *(f"Levels that have no table of their own are trainings of `{file}`, of other models." for file in files),
         f"{plan.steps} steps of {some.prompts} prompts x {some.copies} responses, one Adam update each, gradients clipped at "
         f"{MAX_GRADIENT_NORM:g}, token mean, no KL term. Runs of one pair see the same "
         "problems and the same sampling noise. Importance and update share one forward.",
@@ -255,8 +251,8 @@ def _list(values: Sequence[object]) -> str:
 
 def draw(plan: Plan, rates: Mapping[tuple[str, str], float], records: Named) -> Figure:
     """Reward against steps, and each pair's gain, at the rate of each task and method."""
-    records = [(name, one) for name, one in records if one.run.lr == rates[one.run.setting, name]]
-    tasks = [task for task in plan.settings if any(one.run.setting == task for _, one in records)]
+    records = [(name, one) for name, one in records if one.run.lr == rates[one.run.task, name]]
+    tasks = [task for task in plan.tasks if any(one.run.task == task for _, one in records)]
     figure, panels = subplots(len(tasks), 2, figsize=(11, 3.6 * len(tasks)), squeeze=False)
     runs = by_run(records)
     for row, task in zip(panels, tasks, strict=True):
@@ -264,7 +260,7 @@ def draw(plan: Plan, rates: Mapping[tuple[str, str], float], records: Named) -> 
             of = [
                 [step["reward"] for step in one.steps]
                 for method, one in records
-                if method == name and one.run.setting == task
+                if method == name and one.run.task == task
             ]
             if not of:
                 continue

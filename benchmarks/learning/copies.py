@@ -3,8 +3,6 @@
 The package runs one response's copies at a time, behind a cached prefix. In models this small, calls cost more than tokens.
 """
 
-import itertools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +11,7 @@ from transformers import PreTrainedModel
 from benchmarks.tiny.fast import head_of, micro_batches, rows_of
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance.oar_p import divergence, log_distribution
-from oar_plugin.credit.perturbation import Search, units
+from oar_plugin.credit.perturbation import units
 from oar_plugin.credit.probe import Probe
 from oar_plugin.passes.request import Request
 
@@ -23,34 +21,27 @@ ROWS = 256
 
 @torch.no_grad()
 def masked_importance(model: PreTrainedModel, request: Request, token_BL: Tensor, segments_BL: Tensor) -> Tensor:
-    """Importance `[B, L]`, 0 outside the reasoning. `request.replacement_token` stands where a copy masks.
-
-    Blocks choose the copies of a budget: an importance whose gradient chooses them gets others here.
-    """
+    """Importance `[B, L]`, 0 outside the reasoning. `request.replacement_token` stands where a copy masks."""
     reasoning_BL = segments_BL == Segment.REASONING
     assert request.replacement_token is not None
     span = request.config.perturbation.span
-    searches = {
-        row: Search(units(reasoning_BL[row].tolist(), span), token_BL.shape[1], request.config.budget)
+    wanted = [
+        (row, list(unit))
         for row in reasoning_BL.any(-1).nonzero()[:, 0].tolist()
-    }
-    if not searches:  # a share of few responses may be none
-        return torch.zeros(token_BL.shape)
-    reference = _outcomes(model, request.probe, token_BL, segments_BL)
-    while under_way := {row: search for row, search in searches.items() if search.wanted}:
-        wanted = [(row, unit) for row, search in under_way.items() for unit in search.wanted]
-        row_K = torch.tensor([row for row, _ in wanted])
-        copy_KL = token_BL[row_K]
-        for place, (_, unit) in enumerate(wanted):
-            copy_KL[place, list(unit)] = request.replacement_token
-        outcome = _outcomes(model, request.probe, copy_KL, segments_BL[row_K])
-        scores = iter(divergence(reference[row_K], outcome, request.probe).tolist())
-        for search in under_way.values():
-            search.send(list(itertools.islice(scores, len(search.wanted))))
+        for unit in units(reasoning_BL[row].tolist(), span)
+    ]
     importance_BL = torch.zeros(token_BL.shape)
-    for row, search in searches.items():
-        assert search.importance is not None
-        importance_BL[row] = search.importance.float()
+    if not wanted:  # a share of few responses may be none
+        return importance_BL
+    row_K = torch.tensor([row for row, _ in wanted])
+    copy_KL = token_BL[row_K]
+    for place, (_, unit) in enumerate(wanted):
+        copy_KL[place, unit] = request.replacement_token
+    reference_BV = _outcomes(model, request.probe, token_BL, segments_BL)
+    outcome_KV = _outcomes(model, request.probe, copy_KL, segments_BL[row_K])
+    score_K = divergence(reference_BV[row_K], outcome_KV, request.probe).clamp_min(0.0)
+    for (row, unit), score in zip(wanted, score_K.tolist(), strict=True):
+        importance_BL[row, unit] = score / len(unit)
     return importance_BL
 
 

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
 from benchmarks.learning.tasks import TASKS
-from benchmarks.learning.training import BLAME, SPARE, Credit, Run
+from benchmarks.learning.training import BLAME, Credit, Run
 from oar_plugin.config import OarConfigError
 
 PLANS = Path(__file__).parent / "plans"
@@ -32,36 +31,10 @@ class Pairs:
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
-class Setting:
-    """What a level of a factor trains on; `Run` says what the fields mean.
-
-    With `earlier`, a file of `benchmarks/results`, nothing is trained: its trainings of the task are those of the level.
-    """
-
-    task: str
-    prompts: Annotated[int, Field(ge=1)] = Run.prompts
-    copies: Annotated[int, Field(ge=2)] = Run.copies
-    flips: Annotated[float, Field(ge=0, lt=0.5)] = Run.flips
-
-    earlier: str | None = None
-
-    def run(self, credit: Credit, lr: float, warm: int, seed: int, steps: int) -> Run:
-        settings = {name: getattr(self, name) for name in ("task", "prompts", "copies", "flips")}
-        return Run(**settings, credit=credit, lr=lr, warm=warm, seed=seed, steps=steps)
-
-    @property
-    def name(self) -> str:
-        """On pages."""
-        return self.run(Credit(), 0.0, 0, 0, 0).setting
-
-
-@with_config(ConfigDict(extra="forbid"))
-@dataclass(frozen=True)
 class Plan:
     """What a file of `plans` says.
 
     Attributes:
-        factors: beside `tasks` or in their place: what is varied, and the setting of each level.
         trim: share of the models that is left out at each end of the mean over models: what falls apart decides nothing.
         named: methods that are held against GRPO and corrected for together; the others are controls, or explored.
         rates: the learning rates that every method has to choose from.
@@ -72,37 +45,29 @@ class Plan:
 
     name: str
     title: str
-    tasks: tuple[str, ...]
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)]
     methods: Mapping[str, Credit]
     rates: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
     choose: Pairs
     judge: Pairs
-    factors: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
     rate_of: Mapping[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     named: tuple[str, ...] = ()
     steps: Annotated[int, Field(ge=1)] = 40
 
-    @cached_property
-    def settings(self) -> dict[str, Setting]:
-        """What is trained on, by name, each once."""
-        levels = [Setting(task) for task in self.tasks]
-        levels += [setting for factor in self.factors.values() for setting in factor.values()]
-        return {setting.name: setting for setting in levels if not setting.earlier}
-
     def runs(self, pairs: Pairs, rates: Mapping[tuple[str, str], Sequence[float]]) -> list[tuple[str, Run]]:
         """Name of the method and training; pair by pair, so that a study that is cut short has whole pairs."""
         return [
-            (name, setting.run(credit, lr, warm, seed, self.steps))
+            (name, Run(task=task, credit=credit, lr=lr, warm=warm, seed=seed, steps=self.steps))
             for warm, seed in pairs.all()
-            for shown, setting in self.settings.items()
+            for task in self.tasks
             for name, credit in self.methods.items()
-            for lr in rates[shown, name]
+            for lr in rates[task, name]
         ]
 
     def grid(self) -> list[tuple[str, Run]]:
         """The trainings that rates are chosen by."""
-        every = {(task, name): self.rates for task in self.settings for name in self.methods}
+        every = {(task, name): self.rates for task in self.tasks for name in self.methods}
         return self.runs(self.choose, every)
 
 
@@ -118,10 +83,7 @@ def _plan(name: str, values: Any) -> Plan:
     if not isinstance(values, dict):
         raise ValueError(f"{values!r} is no plan; allowed: title, tasks, methods, rates, choose, judge and so on")
     plan = TypeAdapter(Plan).validate_python({**values, "name": name})
-    if not plan.settings:
-        raise ValueError("tasks: none, and no factors; allowed: either, or both")
-    tasks = [setting.task for setting in plan.settings.values()]
-    if unknown := set(tasks) - set(TASKS):
+    if unknown := set(plan.tasks) - set(TASKS):
         raise ValueError(f"tasks: {', '.join(sorted(unknown))}; allowed: {', '.join(TASKS)}")
     if BASELINE not in plan.methods:
         raise ValueError(f"methods: no {BASELINE}, which the others are held against")
@@ -135,10 +97,7 @@ def _plan(name: str, values: Any) -> Plan:
         raise ValueError("rates: of several one is chosen on the pairs of choose, which has none")
     for method, credit in plan.methods.items():
         try:
-            copies = credit.config(0).copies
+            credit.config(0)
         except (ValueError, OarConfigError) as error:
-            raise ValueError(f"methods.{method}: {error} (importance: or {BLAME}; gate: or {SPARE})") from None
-        of = f"methods.{method}: importance={credit.importance}"
-        if copies and copies.by_gradient:
-            raise ValueError(f"{of}: copies that a gradient chooses, which the small trainer does not run")
+            raise ValueError(f"methods.{method}: {error} (importance: or {BLAME})") from None
     return plan

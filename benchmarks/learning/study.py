@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from benchmarks.learning import comparison, factors, training
+from benchmarks.learning import comparison, training
 from benchmarks.learning.cost import flops_of, tokens_of
 from benchmarks.learning.plan import PLANS, Plan, read_plan
 from benchmarks.learning.training import Credit, Record, Run
@@ -65,15 +65,13 @@ def measure(settings: Settings, progress: Progress) -> Report:
     return Report(
         plan.title,
         f"learning_{plan.name}",
-        factors.tables(plan, judged) + comparison.tables(plan, chosen_from, judged),
+        comparison.tables(plan, chosen_from, judged),
         comparison.notes(plan, chosen_from, judged),
         {
             "chosen_on": _columns(_named(*one) for one in chosen_from),
             "judged_on": _columns(_plain(*one) for one in judged),
         },
-        figure=lambda: (
-            factors.draw(plan, judged) if plan.factors else comparison.draw(plan, rates, judged or chosen_from)
-        ),
+        figure=lambda: comparison.draw(plan, rates, judged or chosen_from),
     )
 
 
@@ -153,7 +151,7 @@ def _columns(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def _named(name: str, record: Record) -> dict[str, Any]:
     """For the JSON: what a training was, and its mean reward."""
     told = {key: getattr(record.run, key) for key in ("lr", "warm", "seed")}
-    return {"method": name, "task": record.run.setting, **told, "reward": round(comparison.means(record)["reward"], 4)}
+    return {"method": name, "task": record.run.task, **told, "reward": round(comparison.means(record)["reward"], 4)}
 
 
 def _plain(name: str, record: Record) -> dict[str, Any]:

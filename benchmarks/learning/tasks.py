@@ -10,8 +10,8 @@ has as well, and sums are small ones.
 | `lookup`         | `A 5 ; B 4 ; C 0 ; ... 1 ?`           | `/ C 0 ; = B 4 ;` | likewise; what stands behind `/` never does  |
 | `chain_quiet`    | as `chain`                            |                   | filler has the entropy of results            |
 
-`parallel_1`, `parallel_2` and `chain_2` have one step or two in place of four; `parallel_2_terse` has hardly any filler;
-imitators of `parallel_2_rare` are right less often. `sentences` are word problems (`benchmarks.learning.sentences`).
+`parallel_2` and `chain_2` have two steps in place of four; imitators of `parallel_2_rare` are right less often. `sentences` are
+word problems (`benchmarks.learning.sentences`).
 
 In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, in
 `chain_quiet`, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
@@ -118,9 +118,7 @@ TASKS: dict[str, Task] = {
         NamedChain("chain", steps=4, filler=(5, 8), error_rate=0.2),
         OrderedLookup("lookup", steps=3, filler=(4, 7), error_rate=0.27),
         QuietChain("chain_quiet", steps=4, filler=(5, 8), error_rate=0.2),
-        NamedParallel("parallel_1", steps=1, filler=(5, 8), error_rate=0.6),
         NamedParallel("parallel_2", steps=2, filler=(5, 8), error_rate=0.36),
-        NamedParallel("parallel_2_terse", steps=2, filler=(0, 2), error_rate=0.36),
         NamedParallel("parallel_2_rare", steps=2, filler=(5, 8), error_rate=0.55),
         NamedChain("chain_2", steps=2, filler=(5, 8), error_rate=0.36),
         Sentences("sentences", steps=5, filler=(0, 1), error_rate=0.33),

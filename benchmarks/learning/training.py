@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PreTrainedModel
 
-from benchmarks.candidates.learning import spare
-from benchmarks.candidates.rivals import RIVALS
 from benchmarks.fidelity.scores import causal_recall
 from benchmarks.learning.copies import masked_importance
-from benchmarks.learning.predicted import Control, chosen, with_predictions
+from benchmarks.learning.predicted import chosen, with_predictions
 from benchmarks.learning.tasks import TASKS, wrong_results
 from benchmarks.tiny.fast import head_of, micro_batches, rows_of
 from benchmarks.tiny.model import sample
@@ -38,7 +36,7 @@ from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
 from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
 from oar_plugin.passes.plain import packed_rows
-from oar_plugin.passes.prediction import Predictor, ScorePredictor, predictor_of
+from oar_plugin.passes.prediction import ScorePredictor
 from oar_plugin.passes.request import Request
 
 MAX_GRADIENT_NORM = 1.0
@@ -47,8 +45,6 @@ BOOST = 3.0
 """What the oracle pays for a result, before the mass of a response is restored; other tokens get 1."""
 BLAME = "blame"
 """As an importance: the oracle that knows the results, and pays nothing for those of a wrong response that are right."""
-SPARE = "spare"
-"""As a gate: `benchmarks.candidates.learning.spare`, which the package's gates cannot be: it looks at more than importance."""
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 ATTENTION = {
     getattr(torch.ops.aten, _CPU_ATTENTION): lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
@@ -71,21 +67,15 @@ class Credit:
     floor: float = 0.1
     probe: Probe = "answer_mean"
     share: float | None = None  # of the responses whose importance is computed; that of others is predicted
-    control: Control | None = None  # of what is predicted
-    rival: str | None = None  # of `benchmarks.candidates.rivals`, which gives weights, and no importance
+    inverted: bool = False  # a control: what is important is not, and the other way round
 
     def config(self, seed: int) -> OarConfig:
         """Raises ValueError where it cannot work."""
-        if self.rival is not None and (self.rival not in RIVALS or self.importance is not None):
-            raise ValueError(f"rival={self.rival}, importance={self.importance}; allowed: {', '.join(RIVALS)}, alone")
-        if self.gate == SPARE and self.importance in (None, BLAME):
-            raise ValueError(f"gate={SPARE} with importance={self.importance}; allowed: importance in nats")
-        gate = OarConfig().gate if self.gate == SPARE else self.gate
-        settings = {name: getattr(self, name) for name in ("tau", "beta", "floor", "probe")}
+        settings = {name: getattr(self, name) for name in ("gate", "tau", "beta", "floor", "probe")}
         importance: dict[str, str | float | None] = {"amortize.share": self.share}
         if self.importance not in (None, BLAME):
             importance["importance"] = self.importance
-        return OarConfig.parse({**settings, **importance, "gate": gate, "seed": seed, "answer_patterns": ("hash",)})
+        return OarConfig.parse({**settings, **importance, "seed": seed, "answer_patterns": ("hash",)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +90,6 @@ class Run:
     steps: int = 40
     prompts: int = 16
     copies: int = 8
-    flips: float = 0.0  # share of the responses whose reward is turned round before advantages are made of it
-
-    @property
-    def setting(self) -> str:
-        """The task, and what is not as usual about its batches and rewards."""
-        batch = f", {self.prompts} x {self.copies}" if (self.prompts, self.copies) != (Run.prompts, Run.copies) else ""
-        return self.task + batch + (f", {self.flips:.0%} flipped" if self.flips else "")
 
     @property
     def draw(self) -> int:
@@ -145,7 +128,6 @@ class Rollout:
     status_B: Tensor  # int64 of `Status`
     causal_BL: Tensor  # bool, the results that the answer follows from
     wrong_BL: Tensor  # bool, those of them that are wrong
-    gold_Bm: Tensor  # int64 ids, the right answer to the problem
 
     @property
     def reasoning_BL(self) -> Tensor:
@@ -181,7 +163,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
     for step in range(run.steps):
         begun = time.perf_counter()
         noise.manual_seed(1000 * run.draw + step)
-        rollout = roll_out(model, task, problems, noise, run.prompts, run.copies, run.flips)
+        rollout = roll_out(model, task, problems, noise, run.prompts, run.copies)
         sampled = time.perf_counter()
         entry = {**rollout.graded, "used": len(rollout.token_BL), "sample_seconds": sampled - begun}
         if len(rollout.token_BL):
@@ -192,11 +174,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
             begun = time.perf_counter()
             importance_BL = importance(run, rollout, passes, step, predictor, scored_B)
             scored = time.perf_counter()
-            weight_BL, described = weights(run, rollout, importance_BL, log_probs(rollout, passes))
-            if run.credit.rival is not None:
-                given = hidden_states(rollout, passes), log_probs(rollout, passes), step / run.steps
-                weight_BL = RIVALS[run.credit.rival](rollout, *given)
-                described = _paid(rollout, weight_BL, weight_BL, rollout.reasoning_BL)
+            weight_BL, described = weights(run, rollout, importance_BL)
             entry |= described | update(model, optimizer, rollout, passes, weight_BL)
             entry |= {"importance_seconds": scored - begun}
             entry |= {"update_seconds": begun - sampled + time.perf_counter() - scored}
@@ -209,7 +187,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
 
 
 def counted(
-    run: Run, model: PreTrainedModel, rollout: Rollout, step: int, predictor: Predictor | None, scored_B: Tensor
+    run: Run, model: PreTrainedModel, rollout: Rollout, step: int, predictor: ScorePredictor | None, scored_B: Tensor
 ) -> dict[str, float]:
     """FLOPs of a step's forward, importance and update, on a copy of the model. Sampling is not among them.
 
@@ -242,12 +220,10 @@ def roll_out(
     noise: torch.Generator,
     prompts: int,
     copies: int,
-    flips: float = 0.0,
 ) -> Rollout:
     """Sample `copies` responses to each of `prompts` new problems; `rng` draws the problems, `noise` the tokens.
 
-    The advantage is `(r - mean) / (std + 1e-6)` over the responses to a problem, as verl's GRPO has it. A share `flips` of the
-    rewards, drawn by `rng` as well, is turned round in it.
+    The advantage is `(r - mean) / (std + 1e-6)` over the responses to a problem, as verl's GRPO has it.
     """
     problems = [task.problem(rng) for _ in range(prompts)]
     prompt_BP = torch.tensor([problem.prompt for problem in problems])
@@ -255,9 +231,7 @@ def roll_out(
     rows = response_BR.tolist()
     readings = [task.read(problems[row // copies], ids) for row, ids in enumerate(rows)]
     reward_PG = torch.tensor([float(reading.right) for reading in readings]).view(prompts, copies)
-    flipped_B = torch.tensor([rng.random() < flips for _ in rows]) if flips else torch.zeros(len(rows)).bool()
-    seen_PG = (reward_PG - flipped_B.view(prompts, copies).float()).abs()
-    advantage_B = ((seen_PG - seen_PG.mean(1, keepdim=True)) / (seen_PG.std(1, keepdim=True) + 1e-6)).flatten()
+    advantage_B = ((reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)).flatten()
     lengths = [reading.length for reading in readings]
     graded = {
         "reward": reward_PG.mean().item(),
@@ -283,8 +257,7 @@ def roll_out(
             status_B[row] = Status.NO_REASONING
         else:
             segments_BL[row, written] = torch.from_numpy(reading.segments).long()
-    gold_Bm = torch.tensor([problem.answer for problem in problems]).repeat_interleave(copies, 0)
-    tensors = (advantage_B, token_BL, response_BL, segments_BL, status_B, causal_BL, wrong_BL, gold_Bm)
+    tensors = (advantage_B, token_BL, response_BL, segments_BL, status_B, causal_BL, wrong_BL)
     return Rollout(start, graded, *(x[advantage_B != 0] for x in tensors))
 
 
@@ -318,14 +291,14 @@ def forward(model: PreTrainedModel, rollout: Rollout, scored_B: Tensor | None = 
     return found
 
 
-def predictor_for(run: Run) -> Predictor | None:
+def predictor_for(run: Run) -> ScorePredictor | None:
     """What learns importance during a training, if anything does."""
-    return None if run.credit.importance in (None, BLAME) else predictor_of(run.credit.config(run.seed))
+    return None if run.credit.share is None else ScorePredictor(run.credit.config(run.seed))
 
 
-def share_of(predictor: Predictor | None) -> tuple[bool, float]:
+def share_of(predictor: ScorePredictor | None) -> tuple[bool, float]:
     """What decides how many responses are scored."""
-    return (predictor.ready, predictor.share) if isinstance(predictor, ScorePredictor) else (True, 1.0)
+    return (True, 1.0) if predictor is None else (predictor.ready, predictor.share)
 
 
 def request_of(run: Run, step: int) -> Request:
@@ -337,7 +310,7 @@ def importance(
     rollout: Rollout,
     passes: Sequence[Forward],
     step: int,
-    predictor: Predictor | None = None,
+    predictor: ScorePredictor | None = None,
     scored_B: Tensor | None = None,
 ) -> Tensor:
     """Of the package, `[B, L]`; of the oracle, its weights before mass is restored; zeros for plain GRPO."""
@@ -347,9 +320,9 @@ def importance(
         return torch.zeros(rollout.token_BL.shape)
     scored_B = rollout.advantage_B != 0 if scored_B is None else scored_B
     computed = partial(_computed, request_of(run, step), rollout, passes, scored_B)
-    if predictor is None:
-        return computed()
-    return with_predictions(predictor, rollout, passes, scored_B, computed, run.credit.control, step)
+    found = (rollout, passes, scored_B, computed)
+    importance_BL = computed() if predictor is None else with_predictions(predictor, *found)
+    return 1 / importance_BL.clamp_min(1e-30) if run.credit.inverted else importance_BL
 
 
 def _computed(request: Request, rollout: Rollout, passes: Sequence[Forward], scored_B: Tensor) -> Tensor:
@@ -389,14 +362,6 @@ def _importance(request: Request, one: Forward, segments_bL: Tensor, mask_bL: Te
     return flat.view_as(one.token_bL)
 
 
-def hidden_states(rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
-    """The last ones of each token, `[B, L, H]`; 0 at padding."""
-    found_BLH = torch.zeros(*rollout.token_BL.shape, passes[0].hidden_bLH.shape[-1])
-    for one in passes:
-        found_BLH[one.rows, : one.token_bL.shape[1]] = one.hidden_bLH.detach()
-    return found_BLH
-
-
 def log_probs(rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
     """Of each token, `[B, L]`; 0 for the first."""
     found_BL = torch.zeros(rollout.token_BL.shape)
@@ -406,16 +371,13 @@ def log_probs(rollout: Rollout, passes: Sequence[Forward]) -> Tensor:
     return found_BL
 
 
-def weights(run: Run, rollout: Rollout, importance_BL: Tensor, log_prob_BL: Tensor) -> tuple[Tensor, dict[str, float]]:
+def weights(run: Run, rollout: Rollout, importance_BL: Tensor) -> tuple[Tensor, dict[str, float]]:
     """Weights `[B, L]` of a batch, ones for plain GRPO, and what they look like."""
     credit, reasoning_BL = run.credit, rollout.reasoning_BL
     metrics: dict[str, float] = {}
     if credit.importance is None:
         return torch.ones(rollout.token_BL.shape), {}
-    if credit.gate == SPARE:
-        doubt_BL = -torch.expm1(log_prob_BL)
-        weight_BL = spare(importance_BL, reasoning_BL, doubt_BL, rollout.negative_B1, credit.beta)
-    elif credit.importance == BLAME:
+    if credit.importance == BLAME:
         weight_BL = _restored(importance_BL, reasoning_BL)
     else:
         advantage_BL = rollout.advantage_B[:, None].expand_as(importance_BL)

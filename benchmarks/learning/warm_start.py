@@ -10,11 +10,9 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from scipy.optimize import brentq
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -50,8 +48,6 @@ SENTENCES = 32, 5e-3, 0.8, 50, 4000, 0.6
 """`BATCH`, `LEARNING_RATE`, `LEARNED`, `EVERY`, `LONGEST` and `ENOUGH` of word problems, which are harder to learn.
 
 Their lessons are of whole problems: easier ones would hardly ever have as many steps as the question that ends the lesson."""
-SPREAD = 2.0
-"""Of a wide vocabulary: the standard deviation of the logits of the words that are not the task's, in nats."""
 Progress = Callable[..., object]
 
 
@@ -97,38 +93,6 @@ def warm_model(name: str, number: int, progress: Progress = lambda *_: None) -> 
     model = _new(number, TASKS[name])
     model.load_state_dict(weights)
     return model
-
-
-@torch.no_grad()
-def widened(model: PreTrainedModel, task: Task, vocabulary: int, mass: float) -> PreTrainedModel:
-    """A copy with further words, up to `vocabulary` of them, whose logits are Gaussian.
-
-    Together they have `mass` of the probability, as a mean over the rows that predict a demonstration's tokens. Random rows
-    of the projection alone would have more at any scale, so all of them lie off in one direction that every row is alike in.
-    """
-    token_BL, label_BL = next(batches(task, BATCH, 0, None))
-    hidden_NH = rows_of(model, model.get_input_embeddings()(token_BL))[:, :-1][label_BL[:, 1:] != PAD]
-    total_N = F.linear(hidden_NH, head_of(model)).logsumexp(-1)
-    # Rounded: the last digits of a least-squares solution depend on where its memory lies, and change from call to call.
-    common_H = torch.linalg.lstsq(hidden_NH.double(), torch.ones(len(hidden_NH), 1).double()).solution[:, 0]
-    common_H = common_H.float().round(decimals=4)
-    size, words = hidden_NH.shape[-1], model.config.vocab_size
-    # The last norm gives each row the length sqrt(H): its logits with `random_VH` have the wanted spread.
-    tail_N = math.log(vocabulary - words) + SPREAD**2 / 2 - total_N
-
-    def excess(shift: float) -> float:
-        return (tail_N - shift * (hidden_NH @ common_H)).sigmoid().mean().item() - mass
-
-    shift = round(brentq(excess, 0.0, 100.0), 3)
-    generator = torch.Generator().manual_seed(0)
-    random_VH = torch.randn(vocabulary - words, size, generator=generator) * (SPREAD * size**-0.5)
-    parts: Any = model
-    further_VH = (random_VH - shift * common_H) / parts.model.norm.weight
-    wide = build_model(0, heads=model.config.num_attention_heads, vocab=vocabulary)
-    rows = ("model.embed_tokens.weight", "lm_head.weight")
-    kept = model.state_dict()
-    wide.load_state_dict({**kept, **{name: torch.cat([kept[name], further_VH]) for name in rows}})
-    return wide
 
 
 def _recipe(task: Task) -> tuple[int, float, float, int, int, float]:

@@ -9,15 +9,11 @@ Reported for each credit:
   results AUC   how often a result, right or wrong, is above another token of its response
   weights       what the gate two_level gives to each kind of token
 
-`--by continuation` needs no marks, and so takes any model: from each place of a response the policy writes 16 further ends.
-Reported: how importances rank with changes of the share of right ends, and weights with their direction.
-
-`--by people` needs a model as well: it reads solutions of competition problems whose first wrong step people marked.
+`--by people` needs a model: it reads solutions of competition problems whose first wrong step people marked.
 Reported: how importances rank that step's tokens against those before it, and whether the largest is in it.
 
 examples:
   python -m benchmarks marks --tasks chain --models 1 --batches 1     a first look
   python -m benchmarks marks --out DIR                                three tasks, two models each
-  python -m benchmarks marks --by continuation --model FOLDER --data test.parquet     any model of HuggingFace
   python -m benchmarks marks --by people --model smollm2 --solutions 40              a look; all 444 are for a GPU
 """

@@ -103,9 +103,9 @@ def judged(
     for name in importances:
         importance = importance_of(name)
         # A copy for each token would be hundreds of forwards a solution.
-        every = importance.copies is not None and importance.copies.budget <= 1
-        title = f"{name}, at most {spans} copies" if every else name
-        compute = partial(_scores, model, tokenizer, read, name, spans if every else None, max_tokens, seed)
+        copies = importance.copies is not None
+        title = f"{name}, at most {spans} copies" if copies else name
+        compute = partial(_scores, model, tokenizer, read, name, spans if copies else None, max_tokens, seed)
         asked = key | {"importance": name, "spans": spans, "seed": seed}
         scores[title] = of_name = cached(folder, name.rpartition(":")[2], asked, compute)
         if importance.backwards:
@@ -189,5 +189,5 @@ def notes(read: Sequence[Solution], without: int, spans: int) -> list[str]:
         "among equals, the share that is. Chance: the step's share of tokens.",
         "Means of problems' means; ±: half the width of a 95 % percentile bootstrap over problems. Other models may differ.",
         f"p: probability of a token for the model under test; surprisal: -log p. At most {spans} copies: `oar_p` replaces "
-        "spans of equal length, `hybrid` 30 % of these.",
+        "spans of equal length.",
     ]

@@ -1,7 +1,7 @@
 """Every credit on responses of warm models, and how it treats each kind of token."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,19 +20,19 @@ from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.training import Credit, Rollout, Run, forward, importance, log_probs, roll_out
 from benchmarks.learning.warm_start import warm_model
 from benchmarks.machine import Device, choose_device
-from benchmarks.marks import continuation, people
+from benchmarks.marks import people
 from benchmarks.report import Progress, Report, Table
-from benchmarks.tiny.words import FILLER, make_tokenizer
+from benchmarks.tiny.words import FILLER
+from benchmarks.workload import IMPORTANCES as SHIPPED
 from benchmarks.workload import check_at_least_one
 from oar_plugin.credit.gate import two_level
-from oar_plugin.credit.importance import IMPORTANCES as SHIPPED
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.passes.segments import longest_of
 
 PROMPTS, COPIES = 16, 8
 _CANDIDATES = "python:benchmarks.candidates.learning"
 IMPORTANCES = {
-    **{name: name for name, one in SHIPPED.items() if one.copies is None and not one.learns},
+    **{name: name for name, one in SHIPPED.items() if one.copies is None},
     "EntropyFactor": f"{_CANDIDATES}:EntropyFactor",
     "onward": f"{_CANDIDATES}:Onward",
 }
@@ -52,14 +52,14 @@ class Settings:
     """Warm models a task, trained once and kept on disk."""
     batches: int = 4
     """A model, each of 16 problems and 8 responses to each."""
-    by: Literal["known", "continuation", "people"] = "known"
-    """Against what is known of tokens, values of continuations, or people's marks; the options below are for these two."""
-    importances: tuple[str, ...] = tuple(name for name, one in SHIPPED.items() if not one.learns)
+    by: Literal["known", "people"] = "known"
+    """Against what is known of tokens, or people's marks; the options below are for these."""
+    importances: tuple[str, ...] = tuple(SHIPPED)
     """Built-in ones that need no other prompt, or `python:<module>:<class>`."""
     spans: int = 64
-    """Into at most so many a response is cut; one with fewer reasoning tokens, into tokens."""
+    """Into at most so many a response is cut for masked copies; one with fewer reasoning tokens, into tokens."""
     model: str | None = None
-    """Folder or name of a HuggingFace model, or `smollm2`, in place of the tasks; continuations need vLLM."""
+    """With people's marks: folder or name of a HuggingFace model, or `smollm2`."""
     device: Device = "auto"
     """Of the model; auto takes CUDA where there is one. The tasks' small models are on the CPU."""
     micro_batch: int | None = None
@@ -68,12 +68,6 @@ class Settings:
     """Of people's marks, drawn ones; all where it is not given."""
     folder: Path | None = None
     """With people's marks: scores of an importance are saved there, and an interrupted study resumes."""
-    data: Path | None = None
-    """Problems for the model: a parquet file in verl's columns, as `oar data` writes them."""
-    problems: int = 32
-    """How many of them, with 8 responses to each."""
-    max_tokens: int = 1024
-    """Of the model's responses."""
     seed: int = 0
     """Of problems, sampling and signs."""
     out: Path | None = None
@@ -81,15 +75,12 @@ class Settings:
 
     def check(self) -> None:
         """Raises: ValueError with the argument at fault."""
-        sizes = "models", "batches", "spans", "problems", "max_tokens", "micro_batch", "solutions"
+        sizes = "models", "batches", "spans", "micro_batch", "solutions"
         check_at_least_one(self, *sizes)
         if unknown := [name for name in self.tasks if name not in TASKS]:
             raise ValueError(f"--tasks {unknown[0]}: allowed: {', '.join(TASKS)}")
-        with_data = self.by == "continuation" and self.data is not None and self.data.is_file()
-        if self.model and not (with_data or self.by == "people"):
-            raise ValueError(
-                f"--model {self.model}: needs --by people, or --by continuation and --data FILE.parquet, a file that exists"
-            )
+        if self.model and self.by != "people":
+            raise ValueError(f"--model {self.model}: needs --by people")
         if self.by == "people" and not (self.model and find_spec("champ_dataset")):
             raise ValueError("--by people needs --model MODEL and the extra [language]")
         for name in self.importances:
@@ -98,39 +89,14 @@ class Settings:
 
 def measure(settings: Settings, progress: Progress) -> Report:
     """Raises: RuntimeError for a model that does not learn its task, or gives nothing to compare."""
-    if settings.by != "known":
-        return (by_continuation if settings.by == "continuation" else by_people)(settings, progress)
+    if settings.by == "people":
+        return by_people(settings, progress)
     rows: list[dict[str, Any]] = []
     for task, number, model, rollout in rollouts(settings, progress):
         for name, score_BL in scores(model, rollout, settings.seed).items():
             rows += [{"task": task, "model": number, "credit": name, **row} for row in judged(score_BL, rollout)]
     found = pd.DataFrame(rows)
     return report(settings, found, "What does credit mark?", tables(found), notes(found))
-
-
-def by_continuation(settings: Settings, progress: Progress) -> Report:
-    """Raises: RuntimeError, where no problem has right and wrong responses in which an answer is found."""
-    rows: list[dict[str, Any]] = []
-    asked, stem = (settings.importances, settings.seed), "continuation_cpu"
-    if settings.model is None or settings.data is None:
-        for batch, (task, number, model, rollout) in enumerate(rollouts(settings, progress)):
-            responses = [*continuation.continued(model, TASKS[task], rollout, settings.spans, settings.seed + batch)]
-            judgements = continuation.judged(model, make_tokenizer(), responses, *asked)
-            rows += [{"task": task, "model": number, **row} for row in judgements]
-    else:
-        from benchmarks.marks import engine  # it needs the recipes' reward
-
-        progress("vLLM samples and continues responses")
-        sizes = settings.problems, COPIES, settings.max_tokens, settings.spans, settings.seed
-        responses = engine.continued(smollm2.resolved(settings.model), settings.data, *sizes)
-        name, model, tokenizer = loaded(settings, f"importance of {len(responses)} responses", progress)
-        rows += [{"task": name, "model": 0, **row} for row in continuation.judged(model, tokenizer, responses, *asked)]
-        stem = f"continuation_{name}"
-    if not rows:
-        raise RuntimeError("no problem has right and wrong responses in which an answer is found: nothing to compare")
-    found = pd.DataFrame(rows, columns=["task", "model", "credit", "right", "k", *continuation.TITLES])
-    shown = overview(found, continuation.TITLES), continuation.notes(found)
-    return report(settings, found, "Does credit find where the value changes?", *shown, stem)
 
 
 def by_people(settings: Settings, progress: Progress) -> Report:
@@ -231,19 +197,19 @@ def first_hit(score_R: np.ndarray, result_R: np.ndarray, wrong_R: np.ndarray) ->
 
 def tables(found: pd.DataFrame) -> list[Table]:
     """The most important first."""
-    made, credits = overview(found, JUDGED), list(found.groupby("credit", sort=False))
+    made, credits = overview(found), list(found.groupby("credit", sort=False))
     for task in found["task"].unique():
         rows = [[name, *(_shown(of[of["task"] == task], f"{kind}, weight") for kind in KINDS)] for name, of in credits]
         made.append(Table(f"{task}: mean weight", ("credit", *KINDS), rows))
     return made
 
 
-def overview(found: pd.DataFrame, titles: Mapping[str, str]) -> list[Table]:
-    """A table for each metric, with its title: credits, and means of all tasks and of each."""
+def overview(found: pd.DataFrame) -> list[Table]:
+    """A table for each metric of `JUDGED`: credits, and means of all tasks and of each."""
     tasks = list(found["task"].unique())
     parts = ({"all tasks": tasks} if len(tasks) > 1 else {}) | {task: [task] for task in tasks}
     made = []
-    for metric, title in titles.items():
+    for metric, title in JUDGED.items():
         credits = found.groupby("credit", sort=False)
         rows = [[name, *(_shown(of[of["task"].isin(part)], metric) for part in parts.values())] for name, of in credits]
         made.append(Table(title, ("credit", *parts), rows))

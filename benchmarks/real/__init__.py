@@ -9,5 +9,5 @@ The same command goes on where it was interrupted: finished runs stay in --folde
 examples:
   python -m benchmarks real --parallel 4 --out DIR                       four pairs on a GPU at a time
   python -m benchmarks real --pairs 3 --prompts 4 --n 4 --test-problems 16     on a CPU, hours
-  python -m benchmarks real --override algorithm.oar.importance=hybrid actor_rollout_ref.rollout.enforce_eager=True
+  python -m benchmarks real --override algorithm.oar.importance=oar_g actor_rollout_ref.rollout.enforce_eager=True
 """

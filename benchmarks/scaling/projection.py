@@ -25,7 +25,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "fisher, 1 in 8 scored": {"amortize.share": 1 / 8},
     "oar_p, spans of 8 on the engines": OF_ENGINES,
     **{f"oar_p, spans of 8, 1 in {n} scored": {**OF_ENGINES, "amortize.share": 1 / n} for n in (20, 300)},
-    "value": {"importance": "value"},
 }
 """Keys of `algorithm.oar`, and their values."""
 STEP, MEASURED = "step: OAR / GRPO", "measured part: OAR / GRPO"

@@ -1,6 +1,5 @@
 """What pages of the study of learning say: plans, statistics by hand, costs, and tables."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -8,10 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.learning import comparison, factors
+from benchmarks.learning import comparison
 from benchmarks.learning.cost import flops_of, gain_at_equal, reward_until
-from benchmarks.learning.plan import PLANS, Pairs, Plan, Setting, read_plan
-from benchmarks.learning.study import _columns
+from benchmarks.learning.plan import PLANS, Pairs, Plan, read_plan
 from benchmarks.learning.training import Credit, Record, Run
 from benchmarks.statistics import holm, mean_over_clusters
 
@@ -41,19 +39,13 @@ def test_models_that_rates_are_chosen_on_are_not_judged(tmp_path):
         read_plan(file)
 
 
-def test_the_trimmed_mean_is_yuens_and_models_that_fall_apart_decide_nothing():
+def test_p_is_over_models_trimmed_as_yuens_and_corrected_for_their_number():
     gains = [0.01, 0.02, 0.03, 0.015, 0.025, 0.02, 0.03, 0.01, 0.02, 0.025, 0.02, 0.015]
     estimate, p = mean_over_clusters([[gain] for gain in gains], 0.2)
     error = np.clip(gains, *np.sort(gains)[[2, -3]]).std(ddof=1) * math.sqrt(12) / 8
     assert estimate.value == pytest.approx(np.mean(sorted(gains)[2:-2]))
     assert estimate.high - estimate.value == pytest.approx(error * stats.t.ppf(0.975, 7))
     assert p == pytest.approx(2 * stats.t.sf(estimate.value / error, 7))
-    fallen = [[gain - 0.6 * (at in (2, 6))] for at, gain in enumerate(gains)]
-    assert mean_over_clusters(fallen, 0.2)[0].low > 0.01
-    assert mean_over_clusters(fallen)[0].value < 0
-
-
-def test_p_is_over_models_and_corrected_for_their_number():
     estimate, p = mean_over_clusters([[1, 3], [4], [5, 6, 7]])
     test = stats.ttest_1samp([2, 4, 6], 0)
     assert (estimate.value, estimate.low, estimate.high, p) == (4, *test.confidence_interval(), test.pvalue)
@@ -92,14 +84,3 @@ def test_gains_at_equal_cost():
     # GRPO's step costs 70, this one's 90: in GRPO's 420 there are 4 2/3 of its steps.
     wanted = (0.4 + 0.5 + 0.6 + 0.7 + 0.8 * 2 / 3) / (4 + 2 / 3) - 0.65
     assert row["at equal FLOPs"] == f"{wanted:+.3f}"
-
-
-def test_a_factor_shows_each_level_and_the_trainings_of_an_earlier_study(tmp_path, monkeypatch):
-    monkeypatch.setattr(factors, "RESULTS", tmp_path)
-    levels = {"8": Setting("chain"), "4": Setting("chain", copies=4), "old": Setting("parallel", earlier="x")}
-    judged = [record([0.5 + (name == "fisher") * warm / 50], 0.5, name, warm) for warm in (1, 2) for name in METHODS]
-    rows = [{"task": "parallel", "warm": warm, "seed": 0, "start": ""} for warm in (1, 2)]
-    old = [row | {"method": name, "reward": 0.1 * row["warm"] * (name == "fisher")} for row in rows for name in METHODS]
-    (tmp_path / "x.json").write_text(json.dumps({"runs": {"judged_on": _columns(old)}}))
-    (table,) = factors.tables(replace(PLAN, tasks=(), factors={"group size": levels}), judged)
-    assert [[row[0], row[1][:6]] for row in table.rows] == [["8", "+0.030"], ["4", "-"], ["old", "+0.150"]]

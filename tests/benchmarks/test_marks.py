@@ -1,15 +1,13 @@
-"""What a credit marks, and how it agrees with values of places, by hand."""
+"""What a credit marks, and how it agrees with people's marks, by hand."""
 
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
-from benchmarks.marks import continuation, people
+from benchmarks.marks import people
 from benchmarks.marks.study import first_hit, judged
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.words import make_tokenizer
@@ -33,21 +31,6 @@ def test_the_first_wrong_step_is_hit_where_the_highest_token_stands_in_it():
     hits = [first_hit(np.eye(9)[place], result_R, wrong_R) for place in range(9)]
     assert hits == [0, 0, 0, 1, 1, 1, 0, 0, 0]
     assert first_hit(np.zeros(9), result_R, wrong_R) == pytest.approx(3 / 9), "all equal: chance"
-
-
-def test_correlations_by_hand():
-    """Values 0.5, 0.625, 0.125, 0.5: advantages 0.125, -0.5, 0.375, drops of rank 1, 3, 2."""
-    right_PN = np.array([[n < 16 * value for n in range(16)] for value in (0.5, 0.625, 0.125, 0.5)])
-    good = continuation.Continued([0], [0] * 5, True, [0, 1, 2, 3], right_PN)
-    scored = torch.tensor([1.0, 4.0, 2.0]), torch.tensor([0.5, 0.5, 2.0])
-    found = continuation.agreement("x", good, *scored) | continuation.agreement(
-        "x", replace(good, right=False), *scored
-    )
-    assert found["drop, right"] == found["drop, wrong"] == pytest.approx(1)
-    assert found["advantage, right"] == pytest.approx(np.corrcoef([1.5, 1.5, 3], [2, 1, 3])[0, 1])
-    assert found["advantage, wrong"] == pytest.approx(np.corrcoef([1.5, 1.5, 3], [2, 3, 1])[0, 1])
-    spans = replace(good, places=[0, 2, 3], right_PN=right_PN[:3])  # mean scores 2.5 and 2, drops 0.125 and 0.5
-    assert continuation.agreement("x", spans, *scored)["drop, right"] == pytest.approx(-1)
 
 
 def marked(text, step=None):
@@ -84,8 +67,6 @@ def test_marks_of_people_are_read_in_tokens_and_judged(monkeypatch, tmp_path):
     tiny, credits = build_model(0, vocab=len(tokenizer)), ("fisher", "oar_p", "random")
     found = pd.DataFrame(people.judged(tiny, tokenizer, read, credits, 8, None, 0, tmp_path))
     assert len(found) == 3 * 8
-    monkeypatch.setattr(people, "_scores", pytest.fail)  # what is saved is not computed again
-    assert found.equals(pd.DataFrame(people.judged(tiny, tokenizer, read, credits, 8, None, 0, tmp_path)))
     with pytest.raises(ValueError, match=r"fisher\.pickle was made with another value of seed"):
         [*people.judged(tiny, tokenizer, read, credits, 8, None, 1, tmp_path)]
     means = found.groupby("credit", sort=False).mean(numeric_only=True)
@@ -101,9 +82,3 @@ def test_a_solution_is_judged_by_hand():
     found = people.judgement(score_R, step_R)
     own, before = (3 + 1.5) / 6, (1 + 0) / 2  # the stretch before are the second and the third
     assert [*found.values()] == pytest.approx([own, before, own - before, 0, 1])
-
-
-def test_champ_is_as_it_was():
-    pytest.importorskip("champ_dataset")
-    read, without = people.solutions(make_tokenizer(by_bytes=True), 10**6, 40, 0)
-    assert (len(read), without, len({one.problem for one in read})) == (36, 4, 36)

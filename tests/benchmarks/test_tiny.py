@@ -1,4 +1,4 @@
-"""The small world that tests, demo and studies share: tasks, words, samples, and the files that verl reads."""
+"""The small world that tests, demo and studies share: tasks, words, and samples."""
 
 import random
 
@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.learning.sentences import Sentences
 from benchmarks.learning.tasks import TASKS as LEARNING
 from benchmarks.learning.tasks import OrderedLookup, wrong_results
-from benchmarks.tiny.data import compute_score, write_problems
 from benchmarks.tiny.model import build_model, sample
 from benchmarks.tiny.tasks import TASKS
 from benchmarks.tiny.words import EOS, MARK, NAMES, PAD, VOCABULARY, make_tokenizer, pieces, text
@@ -22,13 +21,10 @@ EVERY_TASK = [*TASKS.values(), *LEARNING.values()]
 seeds = st.integers(0, 10**6)
 
 
-def drawn(task, seed, error_rate=0.0):
-    rng = random.Random(seed)
-    problem = task.problem(rng)
-    return problem, task.demonstration(problem, rng, error_rate)
-
-
-# ---- tasks
+def drawn(task, seed):
+    """A problem, and a demonstration without errors."""
+    problem = task.problem(rng := random.Random(seed))
+    return problem, task.demonstration(problem, rng, 0.0)
 
 
 @given(task=st.sampled_from(EVERY_TASK), seed=seeds)
@@ -37,8 +33,7 @@ def test_perfect_demonstration_is_right(task, seed):
     reading = task.read(problem, response)
     assert len(problem.prompt) == task.prompt_length
     assert len(response) <= task.max_response_length
-    assert reading.right
-    assert reading.length == len(response)
+    assert (reading.right, reading.length) == (True, len(response))
     assert not task.read(problem, response[:-1]).right, "it does not end"
     assert not task.read(problem, [t for t in response if t != MARK]).right
 
@@ -47,15 +42,13 @@ def planted(task, problem, seed):
     """The last word of each step's results, and whether it is wrong, in the `demonstration` of the same seed."""
     steps, _ = task.solution(problem.content, random.Random(seed), task.error_rate)
     for step in steps:
-        if isinstance(task, Sentences):
-            (*_, a, op, b), (written,) = step.copied, step.results
-            yield written, int(written) != (int(a) + int(b) if op == "+" else int(a) - int(b))
-        elif isinstance(task, OrderedLookup):
+        if isinstance(task, OrderedLookup):
             name, written = step.results
             yield written, int(written) != problem.content[1][NAMES.index(name)]
         else:
             (*_, a, op, b), (written,) = step.copied, step.results
-            yield written, int(written) != (int(a) + int(op + b)) % 10
+            total = int(a) + int(op + b)
+            yield written, int(written) != (total if isinstance(task, Sentences) else total % 10)
 
 
 @given(task=st.sampled_from(EVERY_TASK), seed=seeds)
@@ -78,9 +71,6 @@ def test_whatever_a_model_writes_is_read(data):
     assert set(wrong_results(task, problem, response, reading)) <= set(reading.causal)
 
 
-# ---- words and verl's files
-
-
 @pytest.mark.parametrize(("architecture", "size"), [("llama", None), ("qwen2", 400)])
 def test_tokenizer_has_the_ids_of_the_words_wherever_it_is_loaded(tmp_path, architecture, size):
     """AutoTokenizer loads it as Qwen's own class where the model is a Qwen."""
@@ -96,21 +86,6 @@ def test_tokenizer_has_the_ids_of_the_words_wherever_it_is_loaded(tmp_path, arch
         assert prompt == list(problem.prompt)
         assert tokenizer(f" {text(response)}<eos>")["input_ids"] == response
         assert TokenBytes(tokenizer).pieces(response) == pieces(response)
-
-
-def test_verl_gets_the_columns_it_reads(tmp_path):
-    pq = pytest.importorskip("pyarrow.parquet")
-    problem, response = drawn(TASKS["chain"], 1)
-    write_problems(tmp_path / "file", [problem])
-    (row,) = pq.read_table(tmp_path / "file").to_pylist()
-    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
-    assert row["prompt"] == [{"role": "user", "content": text(problem.prompt)}]
-    truth = row["reward_model"]["ground_truth"]
-    for said, score in ((text(response), 1), ("#### 1 then " + text(response) + " <eos>\nand more", 1), (truth, 0)):
-        assert compute_score("", said, truth) == {"score": score, "acc": score}
-
-
-# ---- samples
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ distribution that token `t` was drawn from, at the temperature that it was drawn
 * `TEMPERATURE`: a copy is predicted with near certainty, and the Fisher information of a sure prediction is near zero
   however much it would change with what it copies. A flatter distribution shows it.
 * The cube root: squared gradients of equally causal tokens differ tenfold, and the gate would see the largest alone.
-* The factors in `H`: a token that was no decision (form, a copy) earns nothing, and one drawn from an almost flat
-  distribution was hardly a decision either.
+* The factors in `H`: a token that was no choice (form, a copy) earns nothing, and one drawn from an almost flat
+  distribution was hardly a choice either.
 
 The answer is read row by row: the probes `answer_mean` and `answer_joint` are the same here, and `last` is its first row.
 
@@ -37,7 +37,7 @@ from oar_plugin.credit.importance.fisher import fisher_coefficients
 TEMPERATURE = 4.0
 ROOT = 3.0
 SURE = 0.3
-"""Nats: a token of this entropy counts as a decision by about two thirds."""
+"""Nats: a token of this entropy counts as a choice by about two thirds."""
 NOISE = 2.0
 """Nats: a token of this entropy counts a third of what it would without the discount for noise."""
 
@@ -66,7 +66,7 @@ class Onward(Importance):
 
     def combine(self, parts: Parts) -> Tensor:
         answer_BL, reasoning_BL = (to_highest(score_BL, parts.reasoning_BL) for score_BL in parts.score_KBL)
-        return torch.maximum(answer_BL, reasoning_BL).pow(1 / ROOT) * decision(parts.entropy_BL)
+        return torch.maximum(answer_BL, reasoning_BL).pow(1 / ROOT) * choice(parts.entropy_BL)
 
 
 def row_weights(entropy: Tensor) -> Tensor:
@@ -74,8 +74,8 @@ def row_weights(entropy: Tensor) -> Tensor:
     return torch.exp(-2 * entropy)
 
 
-def decision(entropy: Tensor) -> Tensor:
-    """How much of a decision a token was, in [0, 1], of the shape of `entropy` (nats)."""
+def choice(entropy: Tensor) -> Tensor:
+    """How much of a choice a token was, in [0, 1], of the shape of `entropy` (nats)."""
     return -torch.expm1(-entropy / SURE) * torch.exp(-entropy / NOISE)
 
 
