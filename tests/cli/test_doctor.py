@@ -9,18 +9,19 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import closing
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from oar_plugin.cli import doctor, imports
+from oar_plugin.cli import child, doctor
+from oar_plugin.cli.child import Child
 from oar_plugin.cli.doctor import PACKAGES, Machine, Run
-from oar_plugin.cli.imports import import_faults
 from oar_plugin.cli.main import main
 from oar_plugin.hosts.verl import capabilities
-from oar_plugin.runs.launch.preflight import Finding, importable
+from oar_plugin.runs.launch.preflight import Finding
 from oar_plugin.runs.recipe import find_recipe
 from tests.limits import PROCESS_S
 
@@ -42,29 +43,33 @@ def registered(*names):
 def examined(monkeypatch, capsys):
     """Findings by subject, exit status and verdict, of a node where everything is in place, with some answers changed."""
     # With this package, transformers does without flash-attn.
-    monkeypatch.setattr(doctor, "importable", lambda name: name != "kernels" and importable(name))
+    monkeypatch.setattr(doctor, "importable", lambda name: name != "kernels")
     monkeypatch.setattr(doctor, "entry_points", registered("oar", "cpu"))
     monkeypatch.delenv("VERL_USE_EXTERNAL_PLUGINS", raising=False)
+    modules = {f"import {one['module']}": name for name, one in PACKAGES.items()}
+    modules |= {"import verl.workers.rollout.vllm_rollout.vllm_async_server": "verl", "import vllm._custom_ops": "vllm"}
 
     def examine(*words, machine=NODE, absent=(), faults={}, versions={}, lacks={}, wanted=PLAIN, found=(), loaded=True):  # noqa: B006
         tested = {name: re.findall(r"[\d.]+", f"{one.get('tested', '')} 1")[0] for name, one in PACKAGES.items()}
         tested = {name: version for name, version in (tested | versions).items() if name not in absent}
+        gone = {PACKAGES[name]["module"].split(".")[0]: name for name in absent}
 
-        def imported(modules):
-            gone = {name: f"ModuleNotFoundError: No module named '{PACKAGES[name]['module']}'" for name in absent}
-            return {name: (gone | faults).get(name) for name in modules}
+        def ask(child, function, argument=None, *_):
+            if function is doctor.look_at_gpus:
+                fault = "ModuleNotFoundError: No module named 'torch'" if "torch" in absent else faults.get("torch")
+                return (None if fault else machine), fault
+            if function in (doctor.read_recipe, capabilities.missing):
+                return (wanted, list(found)) if function is doctor.read_recipe else lacks.get(argument, ()), None
+            if function is doctor.importable:
+                return argument not in gone, None
+            return None, faults.get(modules[argument]) if argument in modules else None if loaded else "ValueError: oar"
 
         def distributions(name):
             return [SimpleNamespace(version=tested[name])] if name in tested else []
 
-        monkeypatch.setattr(doctor, "import_faults", imported)
-        monkeypatch.setattr(doctor, "look_at_gpus", lambda: machine)
+        monkeypatch.setattr(Child, "ask", ask)
         monkeypatch.setattr(doctor, "distributions", distributions)
         monkeypatch.setattr(doctor, "installed", lambda: tested.get("vllm"))
-        monkeypatch.setattr(doctor, "_read", lambda *_: (wanted, list(found)))
-        monkeypatch.setattr(capabilities, "missing", lambda feature: lacks.get(feature, ()))
-        registry = SimpleNamespace(ADV_ESTIMATOR_REGISTRY=["oar"] if loaded else [])
-        monkeypatch.setattr(doctor, "import_module", lambda module: registry)
         capsys.readouterr()
         status = main(["doctor", "--json", *words])
         told = json.loads(capsys.readouterr().out)
@@ -87,12 +92,7 @@ def test_a_node_with_everything_is_ready(examined, capsys, words):
 
 
 MISSING = [
-    *(
-        ({"absent": [one]}, one, PACKAGES[one].get("advice") or f'pip install "{one}')
-        for one in NEEDED
-        if one != "verl"
-    ),
-    ({"absent": ["verl"]}, "verl", "pip install 'verl"),
+    *(({"absent": [one]}, one, PACKAGES[one].get("advice") or f'pip install "{one}') for one in NEEDED),
     ({"faults": {"flash-attn": NO_SYMBOL}}, "flash-attn", NO_SYMBOL),
     ({"faults": {"torch": "crashed with SIGSEGV"}}, "torch", "crashed with SIGSEGV"),
     # A checkout on the search path has no version; the module that it lacks is not the package itself.
@@ -174,41 +174,39 @@ def test_arguments_that_cannot_work_are_refused(words, said, capsys):
 # ---- packages that are imported
 
 
-@pytest.fixture
-def broken(tmp_path, monkeypatch):
-    """Puts packages, each one file of code, in front of the search path of other processes."""
-
-    def make(**modules):
-        for name, code in modules.items():
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "__init__.py").write_text(code)
-        monkeypatch.chdir(tmp_path)
-
-    return make
-
-
-def test_packages_that_raise_crash_exit_or_hang_are_named_and_the_others_are_looked_at(broken, monkeypatch, capfd):
-    broken(
-        raises='raise ImportError("undefined symbol: _ZN3c10\\nand more")',
-        crashes="import os\nos.abort()",
-        exits="print('hello'); raise SystemExit(3)",
-        ends="import os\nos._exit(5)",
-        hangs="import time\ntime.sleep(600)",
-        works="import os\nos.write(2, b'noise')",
-    )
-    monkeypatch.setattr(imports, "LIMIT_S", 6.0)
+def test_packages_that_raise_crash_exit_or_hang_are_named_and_the_others_are_looked_at(tmp_path, monkeypatch, capfd):
+    modules = {
+        "raises": 'import sys\nsys.left = True\nraise ImportError("undefined symbol: _ZN3c10\\nand more")',
+        "works": "import os, sys\nassert not hasattr(sys, 'left')\nos.write(2, b'noise')",
+        "crashes": "import os\nos.abort()",
+        "exits": "print('hello'); raise SystemExit(3)",
+        "ends": "import os\nos._exit(5)",
+        "hangs": "import time\ntime.sleep(600)",
+        "works_too": "",
+    }
+    for name, code in modules.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(child, "LIMIT_S", 6.0)
     begun = time.monotonic()
-    faults = import_faults({name.title(): name for name in ("raises", "crashes", "exits", "ends", "hangs", "works")})
+    with closing(Child()) as asked:
+        faults = {name: doctor._fault(asked, name) for name in modules}
+        process = asked.ask(os.getpid)
+        assert doctor._fault(asked, "absent.part") == "ModuleNotFoundError: No module named 'absent'"
+        assert asked.ask(os.getpid) == process, "what packages share is imported once"
     assert time.monotonic() - begun < PROCESS_S
     assert faults == {
-        "Raises": "ImportError: undefined symbol: _ZN3c10",
-        "Crashes": "crashed with SIGABRT",
-        "Exits": "SystemExit: 3",
-        "Ends": "exit status 5",
-        "Hangs": "no answer within 6 s",
-        "Works": None,
+        "raises": "ImportError: undefined symbol: _ZN3c10",
+        "works": None,
+        "crashes": "crashed with SIGABRT",
+        "exits": "SystemExit: 3",
+        "ends": "exit status 5",
+        "hangs": "no answer within 6 s",
+        "works_too": None,
     }
     assert capfd.readouterr() == ("", "")
+    with pytest.raises(ProcessLookupError):
+        os.kill(process[0], 0)
 
 
 TORCH = """
@@ -268,14 +266,14 @@ def test_a_recipe_is_read_composed_checked_and_planned(tmp_path, monkeypatch):
     monkeypatch.setenv("OAR_DATA", str(tmp_path))
     (reward := tmp_path / "reward.py").write_text("import no_such_module\n")
     folder, overrides = find_recipe(RECIPE), [f"reward.custom_reward_function.path={reward}"]
-    wanted, found = doctor._read(folder, overrides, Machine(4, False, ""))
+    wanted, found = doctor.read_recipe(folder, overrides, Machine(4, False, ""))
     findings = {one.subject: one for one in found}
     assert wanted == Run("sync", "fsdp2", "vllm", False, "megatron-bridge")
     assert [findings[name].level for name in ("cluster", "data", "reward")] == ["missing"] * 3
     assert "needs 8 GPUs" in findings["cluster"].text
     assert "no_such_module" in findings["reward"].text
-    levels = [doctor._read(folder, [], machine)[1][0].level for machine in (NODE, LOGIN, CPU)]
+    levels = [doctor.read_recipe(folder, [], machine)[1][0].level for machine in (NODE, LOGIN, CPU)]
     assert levels == ["ok", "not checked", "missing"]
-    (wrong,) = doctor._read(folder, ["algorithm.oar.tau=2"], NODE)[1]
+    (wrong,) = doctor.read_recipe(folder, ["algorithm.oar.tau=2"], NODE)[1]
     assert (wrong.subject, wrong.level) == ("configuration", "missing")
     assert "algorithm.oar.tau=2" in wrong.text
