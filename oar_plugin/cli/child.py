@@ -57,8 +57,7 @@ if __name__ == "__main__":
         while True:
             called, given = pipe.recv()
             try:
-                answer = called(*given), None
+                pipe.send((called(*given), None))
             except (Exception, SystemExit) as error:
-                answer = None, cause(error)
-            pipe.send(answer)
+                pipe.send((None, cause(error)))
     os._exit(0)

@@ -1,4 +1,4 @@
-"""`oar doctor` says if a run would start here and what to do if not. What may crash is imported in another process (`Child`)."""
+"""`oar doctor` says if a run would start here and what to do if not. What may crash is imported in a `Child`."""
 
 import argparse
 import json
