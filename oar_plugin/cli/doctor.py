@@ -189,7 +189,7 @@ def _features(child: Child, wanted: Run, verl_fault: str | None) -> Iterator[Fin
     yield Finding("oar_plugin", "missing" if fault else "ok", fault or f"{__version__}, {loaded}", advice)
     needed = {wanted.trainer, wanted.strategy.rstrip("2"), "offload" if wanted.offloads else ""}  # fsdp2: `fsdp`
     for name in () if verl_fault else capabilities.FEATURES:
-        missing, fault = child.ask(capabilities.missing, name)
-        lacking = fault or "; ".join(missing)
+        missing, crashed = child.ask(capabilities.missing, name)
+        lacking = crashed or "; ".join(missing)
         level: Level = "ok" if not lacking else "missing" if name in needed else "note"
         yield Finding(name, level, f"not supported: {lacking}" if lacking else "supported")

@@ -31,6 +31,7 @@ LIBCUDA = "ImportError: libcuda.so.1: cannot open shared object file: No such fi
 NO_SYMBOL = "ImportError: undefined symbol: _ZN3c10"
 PLAIN = Run()
 NEEDED = ("torch", "ray", "transformers", "TransferQueue", "verl", "vllm", "datasets", "flash-attn")
+OF_MEGATRON = ("megatron-core", "mbridge", "transformer-engine")
 
 
 def registered(*names):
@@ -50,9 +51,7 @@ def examined(monkeypatch, capsys):
     def examine(*words, machine=NODE, absent=(), faults={}, versions={}, lacks={}, wanted=PLAIN, found=()):  # noqa: B006
         tested = {name: re.findall(r"[\d.]+", f"{one.get('tested', '')} 1")[0] for name, one in PACKAGES.items()}
         tested = {name: version for name, version in (tested | versions).items() if name not in absent}
-        broken = {
-            name: f"ModuleNotFoundError: No module named '{PACKAGES[name]['module']}'" for name in absent
-        } | faults
+        broken = {name: f"No module named '{PACKAGES[name]['module']}'" for name in absent} | faults
 
         def ask(child, function, argument=None, *_):
             if function is doctor.look_at_gpus:
@@ -77,15 +76,16 @@ def examined(monkeypatch, capsys):
     return examine
 
 
-@pytest.mark.parametrize("words", [(), ("--recipe", RECIPE)])
-def test_a_node_with_everything_is_ready(examined, capsys, words):
-    findings, status, verdict = examined(*words)
+READY = [((), "algorithm.adv_estimator=oar"), (("--recipe", RECIPE), f"oar launch {RECIPE}")]
+
+
+@pytest.mark.parametrize(("words", "start"), READY)
+def test_a_node_with_everything_is_ready(examined, capsys, words, start):
+    findings, *end = examined(*words)
     assert {finding["level"] for finding in findings.values()} == {"ok"}
-    assert (status, verdict) == (0, "ready")
+    assert end == [0, "ready"]
     assert main(["doctor", *words]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("Ready: ")
-    assert (f"oar launch {RECIPE}" if words else "algorithm.adv_estimator=oar") in last
+    assert capsys.readouterr().out.splitlines()[-1] == f"Ready: {start}"
 
 
 MISSING = [
@@ -119,10 +119,7 @@ def test_what_is_missing_or_worth_a_note_comes_with_what_to_do(examined, changes
 
 
 MORE = [
-    *(
-        ({"strategy": "megatron"}, {"absent": [name]}, name)
-        for name in ("megatron-core", "mbridge", "transformer-engine")
-    ),
+    *(({"strategy": "megatron"}, {"absent": [name]}, name) for name in OF_MEGATRON),
     ({"strategy": "megatron"}, {"lacks": {"megatron": ("Y is not there",)}}, "megatron"),
     *(({"trainer": name}, {"lacks": {name: ("no Z",)}}, name) for name in ("separate_async", "ray_trainer")),
     ({"offloads": True}, {"lacks": {"offload": ("vLLM lacks x",)}}, "offload"),
@@ -171,46 +168,38 @@ def test_arguments_that_cannot_work_are_refused(words, said, capsys):
 
 
 def test_packages_that_raise_crash_exit_or_hang_are_named_and_the_others_are_looked_at(tmp_path, monkeypatch, capfd):
-    modules = {
-        "raises": 'import sys\nsys.left = True\nraise ImportError("undefined symbol: _ZN3c10\\nand more")',
-        "works": "import os, sys\nassert not hasattr(sys, 'left')\nos.write(2, b'noise')",
-        "crashes": "import os\nos.abort()",
-        "exits": "print('hello')\nraise SystemExit(3)",
-        "ends": "import os\nos._exit(5)",
-        "hangs": "import time\ntime.sleep(600)",
-        "works_too": "",
+    codes = {
+        'import sys\nsys.left = True\nraise ImportError("no symbol\\nand more")': "ImportError: no symbol",
+        "import os, sys\nassert not hasattr(sys, 'left')\nos.write(2, b'noise')": None,
+        "import os\nos.abort()": "crashed with SIGABRT",
+        "print('hello')\nraise SystemExit(3)": "SystemExit: 3",
+        "import os\nos._exit(5)": "exit status 5",
+        "import time\ntime.sleep(600)": "no answer within 6 s",
+        "works = True": None,
     }
-    for name, code in modules.items():
-        (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(child, "LIMIT_S", 6.0)
     with closing(Child()) as asked:
-        faults = {name: doctor._fault(asked, name) for name in modules}
+        for number, (code, fault) in enumerate(codes.items()):
+            (tmp_path / f"module{number}.py").write_text(code)
+            assert doctor._fault(asked, f"module{number}") == fault
         process = asked.ask(os.getpid)
         assert doctor._fault(asked, "absent.part") == "ModuleNotFoundError: No module named 'absent'"
         assert asked.ask(os.getpid) == process, "what packages share is imported once"
-    expected = [
-        "ImportError: undefined symbol: _ZN3c10",
-        None,
-        "crashed with SIGABRT",
-        "SystemExit: 3",
-        "exit status 5",
-    ]
-    assert list(faults.values()) == [*expected, "no answer within 6 s", None]
     assert capfd.readouterr() == ("", "")
     with pytest.raises(ProcessLookupError):
         os.kill(process[0], 0)
 
 
-@pytest.mark.parametrize(
-    ("cuda", "count", "platform", "expected"),
-    [
-        ("13.0", 2, "", (2, False, "2 x H100, at least 80.0 GiB each")),
-        ("13.0", 0, "", (0, False, "torch 2.11.0, which needs a driver for CUDA 13.0, sees none")),
-        ("13.0", 0, "cpu", (0, True, "torch 2.11.0, which needs a driver for CUDA 13.0, sees none")),
-        (None, 0, "", (0, True, "torch 2.11.0 sees none")),
-    ],
-)
+GPUS = [
+    ("13.0", 2, "", (2, False, "2 x H100, at least 80.0 GiB each")),
+    ("13.0", 0, "", (0, False, "torch 2.11.0, which needs a driver for CUDA 13.0, sees none")),
+    ("13.0", 0, "cpu", (0, True, "torch 2.11.0, which needs a driver for CUDA 13.0, sees none")),
+    (None, 0, "", (0, True, "torch 2.11.0 sees none")),
+]
+
+
+@pytest.mark.parametrize(("cuda", "count", "platform", "expected"), GPUS)
 def test_the_gpus_that_torch_sees_are_told_or_that_it_sees_none(cuda, count, platform, expected, monkeypatch):
     """A made-up torch: its calls, not its answers, are what counts."""
     gpus = [SimpleNamespace(name="H100", total_memory=(80 + i) * 2**30) for i in range(count)]
@@ -230,8 +219,7 @@ def test_an_environment_that_has_nothing_gets_a_list_and_no_traceback(tmp_path):
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
     assert "missing      verl: not installed" in done.stdout
-    *_, last = done.stdout.splitlines()
-    assert last.startswith("Not ready: torch, ")
+    assert done.stdout.splitlines()[-1].startswith("Not ready: torch, ")
 
 
 pytest.importorskip("verl")
@@ -242,8 +230,8 @@ def test_this_environment_has_what_is_looked_for(capsys):
     status = main(["doctor", "--json"])
     findings = {one["subject"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert status == 0, findings
-    for name in ("torch", "ray", "transformers", "TransferQueue", "verl", "vllm", "sync", "fsdp", "oar_plugin"):
-        assert findings[name]["level"] == "ok", findings[name]
+    used = ("torch", "ray", "transformers", "TransferQueue", "verl", "vllm", "sync", "fsdp", "oar_plugin")
+    assert {findings[name]["level"] for name in used} == {"ok"}
     assert "loaded by verl" in findings["oar_plugin"]["text"]
 
 
