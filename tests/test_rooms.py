@@ -14,7 +14,6 @@ FLOORS = [
     {"estimator"},
     {"token_credit"},
     {"front_door"},
-    {"hosts.required_api"},
     {"hosts.vllm"},
     {"hosts.verl", "hosts.trl", "hosts.openrlhf"},
     {"runs"},

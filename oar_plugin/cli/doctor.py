@@ -1,4 +1,4 @@
-"""`oar doctor` says if a run would start here and what to do if not. What may crash is first imported elsewhere (`imports`)."""
+"""`oar doctor` says if a run would start here and what to do if not. What may crash is imported in a `Child`."""
 
 import argparse
 import json
@@ -6,14 +6,13 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
-from importlib import import_module
+from contextlib import closing
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from typing import NamedTuple
 
 from oar_plugin import __version__
-from oar_plugin.cli.imports import import_faults
+from oar_plugin.cli.child import Child
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm.versions import installed
 from oar_plugin.output import INSTALL, cause, say
@@ -21,6 +20,8 @@ from oar_plugin.runs.launch.preflight import Finding, Level, importable
 
 PACKAGES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("packages.json").read_text(encoding="utf-8"))
 """Package -> the module whose import shows that it works, tested versions, and how to install it if pip alone does not."""
+
+_LOADED = "from verl.trainer.ppo import core_algos; core_algos.get_adv_estimator_fn('oar')"
 
 
 class Machine(NamedTuple):
@@ -61,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     except RecipeError as error:
         say(f"oar doctor: {error}", sys.stderr)
         return 2
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        findings = list(examine(recipe, args.overrides))  # packages print when they are imported
+    with closing(Child()) as child:
+        findings = list(examine(child, recipe, args.overrides))
     missing, unseen = ([one.subject for one in findings if one.level == level] for level in ("missing", "not checked"))
     verdict, status = ("not ready", 1) if missing else ("not checked", 3) if unseen else ("ready", 0)
     if args.json:
@@ -75,26 +76,38 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def examine(recipe: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
+def examine(child: Child, recipe: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     """Yield all findings for a recipe, given by its folder, or for a run with verl's defaults."""
-    fault = import_faults({"torch": "torch"})["torch"]
-    machine = Machine(text=fault) if fault else look_at_gpus()
-    wanted, of_recipe = (Run(), []) if fault else _read(recipe, overrides, machine)
-    modules = {name: PACKAGES[name]["module"] for name in _needed(wanted, machine)}
+    machine, without_torch = child.ask(look_at_gpus)
+    machine, wanted, of_recipe = machine or Machine(text=str(without_torch)), Run(), []
+    if not without_torch:
+        read, fault = child.ask(read_recipe, recipe, overrides, machine)
+        wanted, of_recipe = read or (Run(), [Finding("configuration", "missing", str(fault))])
+    if recipe:
+        child.close()  # its reward, and the parts of verl that it needed, may have failed halfway
+    modules = {name: PACKAGES[name]["module"] for name in PACKAGES if name in _needed(wanted, machine)}
     if wanted.engine == "vllm":
         modules["verl"] = "verl.workers.rollout.vllm_rollout.vllm_async_server"
     if machine.on_cpu and "vllm" in modules:
         modules["vllm"] = "vllm._custom_ops"  # this module selects kernels for the CPU's instruction set
-    faults = import_faults(modules)
+    faults = {name: without_torch if name == "torch" else _fault(child, module) for name, module in modules.items()}
     yield from (_package(name, name in modules, faults.get(name), machine) for name in PACKAGES)
-    yield from _features(wanted, faults["verl"])
+    yield from _features(child, wanted, faults["verl"])
     level: Level = "ok" if machine.gpus else "note" if machine.on_cpu else "not checked"
     yield Finding("GPUs", level, machine.text, "" if machine.gpus else "for the CPU: VERL_PLATFORM=cpu, and verl_cpu")
     yield from of_recipe
 
 
+def _fault(child: Child, module: str) -> str | None:
+    """Why the import of a module fails; None if it works. A package that is not there costs no new child."""
+    package = module.partition(".")[0]
+    if child.ask(importable, package)[0] is False:
+        return f"ModuleNotFoundError: No module named '{package}'"
+    return child.ask(exec, f"import {module}")[1]
+
+
 def look_at_gpus() -> Machine:
-    """Import torch, whose import works, and look at the GPUs that it sees."""
+    """Import torch and look at the GPUs that it sees."""
     import torch
 
     asked = os.environ.get("VERL_PLATFORM", "").strip().lower()
@@ -106,7 +119,7 @@ def look_at_gpus() -> Machine:
     return Machine(0, asked == "cpu" or not (asked or built_for), text)
 
 
-def _read(recipe: Path | None, overrides: Sequence[str], machine: Machine) -> tuple[Run, list[Finding]]:
+def read_recipe(recipe: Path | None, overrides: Sequence[str], machine: Machine) -> tuple[Run, list[Finding]]:
     """What a recipe needs, or verl's default trainer, and the findings of `oar launch` for the recipe."""
     try:
         from omegaconf import OmegaConf
@@ -160,7 +173,7 @@ def _package(name: str, needed: bool, fault: str | None, machine: Machine) -> Fi
     return Finding(name, "note", version, f"tested with {tested}")
 
 
-def _features(wanted: Run, verl_fault: str | None) -> Iterator[Finding]:
+def _features(child: Child, wanted: Run, verl_fault: str | None) -> Iterator[Finding]:
     """Whether verl loads OAR, and what it has of each feature."""
     fault, advice, variables = "", "", capabilities.external_modules()
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
@@ -170,12 +183,13 @@ def _features(wanted: Run, verl_fault: str | None) -> Iterator[Finding]:
         fault = f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves it out"
     elif variables:
         fault, advice = "this verl looks for no entry points", f"export {'='.join(*variables.items())}, on every node"
-    elif not verl_fault and "oar" not in import_module("verl.trainer.ppo.core_algos").ADV_ESTIMATOR_REGISTRY:
+    elif not verl_fault and child.ask(exec, _LOADED)[1]:
         fault, advice = "verl did not load it", 'python -c "import verl" says more'
     loaded = "registered" if verl_fault else "loaded by verl"
     yield Finding("oar_plugin", "missing" if fault else "ok", fault or f"{__version__}, {loaded}", advice)
     needed = {wanted.trainer, wanted.strategy.rstrip("2"), "offload" if wanted.offloads else ""}  # fsdp2: `fsdp`
     for name in () if verl_fault else capabilities.FEATURES:
-        lacking = "; ".join(capabilities.missing(name))
+        missing, crashed = child.ask(capabilities.missing, name)
+        lacking = crashed or "; ".join(missing)
         level: Level = "ok" if not lacking else "missing" if name in needed else "note"
         yield Finding(name, level, f"not supported: {lacking}" if lacking else "supported")

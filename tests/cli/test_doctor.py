@@ -8,19 +8,19 @@ import os
 import re
 import subprocess
 import sys
-import time
+from contextlib import closing
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from oar_plugin.cli import doctor, imports
+from oar_plugin.cli import child, doctor
+from oar_plugin.cli.child import Child
 from oar_plugin.cli.doctor import PACKAGES, Machine, Run
-from oar_plugin.cli.imports import import_faults
 from oar_plugin.cli.main import main
 from oar_plugin.hosts.verl import capabilities
-from oar_plugin.runs.launch.preflight import Finding, importable
+from oar_plugin.runs.launch.preflight import Finding
 from oar_plugin.runs.recipe import find_recipe
 from tests.limits import PROCESS_S
 
@@ -42,29 +42,30 @@ def registered(*names):
 def examined(monkeypatch, capsys):
     """Findings by subject, exit status and verdict, of a node where everything is in place, with some answers changed."""
     # With this package, transformers does without flash-attn.
-    monkeypatch.setattr(doctor, "importable", lambda name: name != "kernels" and importable(name))
+    monkeypatch.setattr(doctor, "importable", lambda name: name != "kernels")
     monkeypatch.setattr(doctor, "entry_points", registered("oar", "cpu"))
     monkeypatch.delenv("VERL_USE_EXTERNAL_PLUGINS", raising=False)
+    modules = {f"import {one['module']}": name for name, one in PACKAGES.items()}
+    modules |= {"import verl.workers.rollout.vllm_rollout.vllm_async_server": "verl", "import vllm._custom_ops": "vllm"}
 
-    def examine(*words, machine=NODE, absent=(), faults={}, versions={}, lacks={}, wanted=PLAIN, found=(), loaded=True):  # noqa: B006
+    def examine(*words, machine=NODE, absent=(), faults={}, versions={}, lacks={}, wanted=PLAIN, found=()):  # noqa: B006
         tested = {name: re.findall(r"[\d.]+", f"{one.get('tested', '')} 1")[0] for name, one in PACKAGES.items()}
         tested = {name: version for name, version in (tested | versions).items() if name not in absent}
+        broken = {name: f"No module named '{PACKAGES[name]['module']}'" for name in absent} | faults
 
-        def imported(modules):
-            gone = {name: f"ModuleNotFoundError: No module named '{PACKAGES[name]['module']}'" for name in absent}
-            return {name: (gone | faults).get(name) for name in modules}
+        def ask(child, function, argument=None, *_):
+            if function is doctor.look_at_gpus:
+                return (None if "torch" in broken else machine), broken.get("torch")
+            if function is doctor.read_recipe:
+                return (wanted, list(found)), None
+            if function is capabilities.missing:
+                return lacks.get(argument, ()), broken.get(argument)
+            return True, broken.get(modules.get(argument, argument))
 
-        def distributions(name):
-            return [SimpleNamespace(version=tested[name])] if name in tested else []
-
-        monkeypatch.setattr(doctor, "import_faults", imported)
-        monkeypatch.setattr(doctor, "look_at_gpus", lambda: machine)
-        monkeypatch.setattr(doctor, "distributions", distributions)
+        shown = {name: [SimpleNamespace(version=version)] for name, version in tested.items()}
+        monkeypatch.setattr(Child, "ask", ask)
+        monkeypatch.setattr(doctor, "distributions", lambda name: shown.get(name, []))
         monkeypatch.setattr(doctor, "installed", lambda: tested.get("vllm"))
-        monkeypatch.setattr(doctor, "_read", lambda *_: (wanted, list(found)))
-        monkeypatch.setattr(capabilities, "missing", lambda feature: lacks.get(feature, ()))
-        registry = SimpleNamespace(ADV_ESTIMATOR_REGISTRY=["oar"] if loaded else [])
-        monkeypatch.setattr(doctor, "import_module", lambda module: registry)
         capsys.readouterr()
         status = main(["doctor", "--json", *words])
         told = json.loads(capsys.readouterr().out)
@@ -75,32 +76,29 @@ def examined(monkeypatch, capsys):
     return examine
 
 
-@pytest.mark.parametrize("words", [(), ("--recipe", RECIPE)])
-def test_a_node_with_everything_is_ready(examined, capsys, words):
-    findings, status, verdict = examined(*words)
+READY = [((), "algorithm.adv_estimator=oar"), (("--recipe", RECIPE), f"oar launch {RECIPE}")]
+
+
+@pytest.mark.parametrize(("words", "start"), READY)
+def test_a_node_with_everything_is_ready(examined, capsys, words, start):
+    findings, *end = examined(*words)
     assert {finding["level"] for finding in findings.values()} == {"ok"}
-    assert (status, verdict) == (0, "ready")
+    assert end == [0, "ready"]
     assert main(["doctor", *words]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("Ready: ")
-    assert (f"oar launch {RECIPE}" if words else "algorithm.adv_estimator=oar") in last
+    assert capsys.readouterr().out.splitlines()[-1] == f"Ready: {start}"
 
 
 MISSING = [
-    *(
-        ({"absent": [one]}, one, PACKAGES[one].get("advice") or f'pip install "{one}')
-        for one in NEEDED
-        if one != "verl"
-    ),
-    ({"absent": ["verl"]}, "verl", "pip install 'verl"),
+    *(({"absent": [one]}, one, PACKAGES[one].get("advice") or f'pip install "{one}') for one in NEEDED),
     ({"faults": {"flash-attn": NO_SYMBOL}}, "flash-attn", NO_SYMBOL),
     ({"faults": {"torch": "crashed with SIGSEGV"}}, "torch", "crashed with SIGSEGV"),
     # A checkout on the search path has no version; the module that it lacks is not the package itself.
     ({"faults": {"ray": "ModuleNotFoundError: No module named 'msgpack'"}}, "ray", "msgpack"),
     ({"faults": {"verl": NO_SYMBOL}}, "verl", NO_SYMBOL),
-    ({"loaded": False}, "oar_plugin", "verl did not load it"),
+    ({"faults": {doctor._LOADED: "ValueError: oar"}}, "oar_plugin", "verl did not load it"),
     ({"lacks": {"sync": ("verl.x: Y is not there", "z")}}, "sync", "Y is not there; z"),
-    ({"lacks": {"fsdp": ("verl.x: Y is not there",)}}, "fsdp", "Y is not there"),
+    ({"faults": {"fsdp": "crashed with SIGSEGV"}}, "fsdp", "not supported: crashed with SIGSEGV"),
+    ({"found": [Finding("data", "missing", "is not there")]}, "data", "is not there"),
 ]
 NOTES = [
     *(({"absent": [name]}, name, "not installed") for name in PACKAGES if name not in NEEDED),
@@ -111,31 +109,26 @@ NOTES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("level", "changes", "subject", "said"),
-    [*(("missing", *one) for one in MISSING), *(("note", *one) for one in NOTES)],
-)
-def test_what_is_missing_or_worth_a_note_comes_with_what_to_do(examined, level, changes, subject, said):
+@pytest.mark.parametrize(("changes", "subject", "said"), MISSING + NOTES)
+def test_what_is_missing_or_worth_a_note_comes_with_what_to_do(examined, changes, subject, said):
     """A note: only other runs need it, or it was not tested."""
-    findings, status, verdict = examined(**changes)
-    assert findings[subject]["level"] == level
-    assert said in f"{findings[subject]['text']}; {findings[subject]['advice']}"
-    assert (status, verdict) == ((1, "not ready") if level == "missing" else (0, "ready"))
+    findings, *ends = examined(**changes)
+    finding, missing = findings[subject], (changes, subject, said) in MISSING
+    assert said in f"{finding['text']}; {finding['advice']}"
+    assert (finding["level"], *ends) == (("missing", 1, "not ready") if missing else ("note", 0, "ready"))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "others", "subject"),
-    [
-        *(({"strategy": "megatron"}, {"absent": [name]}, name) for name in OF_MEGATRON),
-        ({"strategy": "megatron"}, {"lacks": {"megatron": ("Y is not there",)}}, "megatron"),
-        *(({"trainer": name}, {"lacks": {name: ("no Z",)}}, name) for name in ("separate_async", "ray_trainer")),
-        ({"offloads": True}, {"lacks": {"offload": ("vLLM lacks x",)}}, "offload"),
-        ({}, {"found": [Finding("data", "missing", "is not there")]}, "data"),
-    ],
-)
+MORE = [
+    *(({"strategy": "megatron"}, {"absent": [name]}, name) for name in OF_MEGATRON),
+    ({"strategy": "megatron"}, {"lacks": {"megatron": ("Y is not there",)}}, "megatron"),
+    *(({"trainer": name}, {"lacks": {name: ("no Z",)}}, name) for name in ("separate_async", "ray_trainer")),
+    ({"offloads": True}, {"lacks": {"offload": ("vLLM lacks x",)}}, "offload"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "others", "subject"), MORE)
 def test_a_recipe_needs_more(examined, wanted, others, subject):
-    if "found" not in others:
-        assert examined(**others)[1] == 0  # but for this recipe all is well
+    assert examined(**others)[1] == 0  # but for this recipe all is well
     findings, status, _ = examined("--recipe", RECIPE, wanted=Run(**wanted), **others)
     assert (findings[subject]["level"], status) == ("missing", 1)
 
@@ -174,65 +167,45 @@ def test_arguments_that_cannot_work_are_refused(words, said, capsys):
 # ---- packages that are imported
 
 
-@pytest.fixture
-def broken(tmp_path, monkeypatch):
-    """Puts packages, each one file of code, in front of the search path of other processes."""
-
-    def make(**modules):
-        for name, code in modules.items():
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "__init__.py").write_text(code)
-        monkeypatch.chdir(tmp_path)
-
-    return make
-
-
-def test_packages_that_raise_crash_exit_or_hang_are_named_and_the_others_are_looked_at(broken, monkeypatch, capfd):
-    broken(
-        raises='raise ImportError("undefined symbol: _ZN3c10\\nand more")',
-        crashes="import os\nos.abort()",
-        exits="print('hello'); raise SystemExit(3)",
-        ends="import os\nos._exit(5)",
-        hangs="import time\ntime.sleep(600)",
-        works="import os\nos.write(2, b'noise')",
-    )
-    monkeypatch.setattr(imports, "LIMIT_S", 6.0)
-    begun = time.monotonic()
-    faults = import_faults({name.title(): name for name in ("raises", "crashes", "exits", "ends", "hangs", "works")})
-    assert time.monotonic() - begun < PROCESS_S
-    assert faults == {
-        "Raises": "ImportError: undefined symbol: _ZN3c10",
-        "Crashes": "crashed with SIGABRT",
-        "Exits": "SystemExit: 3",
-        "Ends": "exit status 5",
-        "Hangs": "no answer within 6 s",
-        "Works": None,
+def test_packages_that_raise_crash_exit_or_hang_are_named_and_the_others_are_looked_at(tmp_path, monkeypatch, capfd):
+    codes = {
+        'import sys\nsys.left = True\nraise ImportError("no symbol\\nand more")': "ImportError: no symbol",
+        "import os, sys\nassert not hasattr(sys, 'left')\nos.write(2, b'noise')": None,
+        "import os\nos.abort()": "crashed with SIGABRT",
+        "print('hello')\nraise SystemExit(3)": "SystemExit: 3",
+        "import os\nos._exit(5)": "exit status 5",
+        "import time\ntime.sleep(600)": "no answer within 6 s",
+        "works = True": None,
     }
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(child, "LIMIT_S", 6.0)
+    with closing(Child()) as asked:
+        for number, (code, fault) in enumerate(codes.items()):
+            (tmp_path / f"module{number}.py").write_text(code)
+            assert doctor._fault(asked, f"module{number}") == fault
+        process = asked.ask(os.getpid)
+        assert doctor._fault(asked, "absent.part") == "ModuleNotFoundError: No module named 'absent'"
+        assert asked.ask(os.getpid) == process, "what packages share is imported once"
     assert capfd.readouterr() == ("", "")
+    with pytest.raises(ProcessLookupError):
+        os.kill(process[0], 0)
 
 
-TORCH = """
-import types
-__version__, version = "2.11.0", types.SimpleNamespace(cuda={cuda!r}, hip=None)
-cuda = types.SimpleNamespace(device_count=lambda: {count}, get_device_properties=lambda i: types.SimpleNamespace(
-    name="H100", total_memory=(80 + i) * 2**30))
-"""
+GPUS = [
+    ("13.0", 2, "", (2, False, "2 x H100, at least 80.0 GiB each")),
+    ("13.0", 0, "", (0, False, "torch 2.11.0, which needs a driver for CUDA 13.0, sees none")),
+    ("13.0", 0, "cpu", (0, True, "torch 2.11.0, which needs a driver for CUDA 13.0, sees none")),
+    (None, 0, "", (0, True, "torch 2.11.0 sees none")),
+]
 
 
-@pytest.mark.parametrize(
-    ("cuda", "count", "platform", "expected"),
-    [
-        ("13.0", 2, "", (2, False, "2 x H100, at least 80.0 GiB each")),
-        ("13.0", 0, "", (0, False, "torch 2.11.0, which needs a driver for CUDA 13.0, sees none")),
-        ("13.0", 0, "cpu", (0, True, "torch 2.11.0, which needs a driver for CUDA 13.0, sees none")),
-        (None, 0, "", (0, True, "torch 2.11.0 sees none")),
-    ],
-)
+@pytest.mark.parametrize(("cuda", "count", "platform", "expected"), GPUS)
 def test_the_gpus_that_torch_sees_are_told_or_that_it_sees_none(cuda, count, platform, expected, monkeypatch):
     """A made-up torch: its calls, not its answers, are what counts."""
-    made: dict[str, object] = {}
-    exec(TORCH.format(cuda=cuda, count=count), made)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(**made))
+    gpus = [SimpleNamespace(name="H100", total_memory=(80 + i) * 2**30) for i in range(count)]
+    calls = SimpleNamespace(device_count=lambda: count, get_device_properties=gpus.__getitem__)
+    torch = SimpleNamespace(__version__="2.11.0", version=SimpleNamespace(cuda=cuda, hip=None), cuda=calls)
+    monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setenv("VERL_PLATFORM", platform)
     assert tuple(doctor.look_at_gpus()) == expected
 
@@ -246,8 +219,7 @@ def test_an_environment_that_has_nothing_gets_a_list_and_no_traceback(tmp_path):
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
     assert "missing      verl: not installed" in done.stdout
-    *_, last = done.stdout.splitlines()
-    assert last.startswith("Not ready: torch, ")
+    assert done.stdout.splitlines()[-1].startswith("Not ready: torch, ")
 
 
 pytest.importorskip("verl")
@@ -258,8 +230,8 @@ def test_this_environment_has_what_is_looked_for(capsys):
     status = main(["doctor", "--json"])
     findings = {one["subject"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert status == 0, findings
-    for name in ("torch", "ray", "transformers", "TransferQueue", "verl", "vllm", "sync", "fsdp", "oar_plugin"):
-        assert findings[name]["level"] == "ok", findings[name]
+    used = ("torch", "ray", "transformers", "TransferQueue", "verl", "vllm", "sync", "fsdp", "oar_plugin")
+    assert {findings[name]["level"] for name in used} == {"ok"}
     assert "loaded by verl" in findings["oar_plugin"]["text"]
 
 
@@ -268,14 +240,14 @@ def test_a_recipe_is_read_composed_checked_and_planned(tmp_path, monkeypatch):
     monkeypatch.setenv("OAR_DATA", str(tmp_path))
     (reward := tmp_path / "reward.py").write_text("import no_such_module\n")
     folder, overrides = find_recipe(RECIPE), [f"reward.custom_reward_function.path={reward}"]
-    wanted, found = doctor._read(folder, overrides, Machine(4, False, ""))
+    wanted, found = doctor.read_recipe(folder, overrides, Machine(4, False, ""))
     findings = {one.subject: one for one in found}
     assert wanted == Run("sync", "fsdp2", "vllm", False, "megatron-bridge")
     assert [findings[name].level for name in ("cluster", "data", "reward")] == ["missing"] * 3
     assert "needs 8 GPUs" in findings["cluster"].text
     assert "no_such_module" in findings["reward"].text
-    levels = [doctor._read(folder, [], machine)[1][0].level for machine in (NODE, LOGIN, CPU)]
+    levels = [doctor.read_recipe(folder, [], machine)[1][0].level for machine in (NODE, LOGIN, CPU)]
     assert levels == ["ok", "not checked", "missing"]
-    (wrong,) = doctor._read(folder, ["algorithm.oar.tau=2"], NODE)[1]
+    (wrong,) = doctor.read_recipe(folder, ["algorithm.oar.tau=2"], NODE)[1]
     assert (wrong.subject, wrong.level) == ("configuration", "missing")
     assert "algorithm.oar.tau=2" in wrong.text

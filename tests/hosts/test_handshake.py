@@ -1,6 +1,7 @@
 """The question to every node, asked of real Ray actors that stand in for verl's workers and servers."""
 
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,12 @@ import pytest
 pytest.importorskip("verl")
 
 import ray
-import verl  # noqa: F401  loads the plugin, as in a run
+import verl  # loads the plugin, as in a run
 
 import oar_plugin
 from oar_plugin.config import OarConfig
 from oar_plugin.hosts.verl import handshake
+from tests.limits import PROCESS_S
 
 pytestmark = pytest.mark.slow
 
@@ -22,49 +24,35 @@ def actors():
     """Makers of actors, by value: nothing of this module goes to a process that has no plugin."""
 
     class Worker:
-        def __init__(self, hidden=False, sources=None, engine="ours"):
+        def __init__(self, engine, hidden=False, sources=None):
             import importlib
             import os
             import sys
             from types import SimpleNamespace
 
-            if engine != "ours":
-                os.environ.pop("VERL_PLATFORM", None)  # without the plugin verl knows no platform `cpu`
             if hidden:
                 sys.modules["oar_plugin"] = None
+            if sources:
+                sys.path.insert(0, str(sources))
+            if engine != "ours":
+                os.environ.pop("VERL_PLATFORM", None)  # without the plugin verl knows no platform `cpu`
             if engine is None:  # nobody gets as far as asking for it, and its import takes ten seconds
                 return
-            if sources:
-                sys.path.insert(0, sources)
-            engines = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
-            cls = engines.FSDPEngineWithLMHead
+            cls = importlib.import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngineWithLMHead
             if engine == "ours":
-                base = importlib.import_module("verl.workers.engine.base")
-                cls = base.EngineRegistry.get_engine_cls("language_model", "fsdp2")
+                registry = importlib.import_module("verl.workers.engine.base").EngineRegistry
+                cls = registry.get_engine_cls("language_model", "fsdp2")
             holds = SimpleNamespace(actor=SimpleNamespace(engine=object.__new__(cls)))
             self.worker_dict = {"actor_rollout": holds, "ref": SimpleNamespace(actor=None)}
 
-        def ready(self):
-            return True
-
-        def busy(self):
+        def work(self, seconds=0):
             import time
 
-            time.sleep(3600)
+            time.sleep(seconds)
 
-    class Server:
-        """As vLLM's: an actor with coroutines."""
-
-        def __init__(self, hidden=False):
-            import importlib
-            import sys
-
-            if hidden:
-                sys.modules["oar_plugin"] = None
-            importlib.import_module("verl")
-
-        async def ready(self):
-            return True
+    class Server(Worker):
+        async def work(self):
+            """As vLLM's: an actor with coroutines."""
 
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield ray.remote(num_cpus=0)(Worker), ray.remote(num_cpus=0)(Server)
@@ -73,10 +61,7 @@ def actors():
 
 @pytest.fixture(scope="module")
 def good(actors):
-    worker, server = actors
-    made = worker.remote(), server.remote()
-    ray.get([one.ready.remote() for one in made])
-    return made
+    return actors[0].remote("ours"), actors[1].remote(None)
 
 
 def test_processes_with_the_drivers_plugin_pass(good):
@@ -86,57 +71,61 @@ def test_processes_with_the_drivers_plugin_pass(good):
 
 def test_processes_without_the_plugin_or_with_another_are_named(actors, good, tmp_path):
     worker, server = actors
-    other = tmp_path / "oar_plugin"
-    shutil.copytree(Path(oar_plugin.__file__).parent, other)
-    (other / "estimator.py").open("a").write("# changed, and of the same version\n")
+    shutil.copytree(Path(oar_plugin.__file__).parent, tmp_path / "changed" / "oar_plugin")
+    (tmp_path / "changed" / "oar_plugin" / "estimator.py").open("a").write("# changed, and of the same version\n")
+    (tmp_path / "older").mkdir()
+    (tmp_path / "older" / "oar_plugin.py").write_text("__version__ = '0.0.1'\n")
     off = {"env_vars": {"VERL_USE_EXTERNAL_PLUGINS": "none"}}
     workers = [
         good[0],
-        worker.remote(hidden=True, engine=None),
-        worker.options(runtime_env=off).remote(engine="verl's"),
-        worker.remote(sources=str(tmp_path)),
+        worker.remote(None, hidden=True),
+        worker.options(runtime_env=off).remote("verl's"),
+        worker.remote("ours", sources=tmp_path / "changed"),
+        worker.remote(None, sources=tmp_path / "older"),
     ]
-    servers = [good[1], server.remote(hidden=True)]
-    ray.get([one.ready.remote() for one in (*workers, *servers)])
-    with pytest.raises(handshake.NodesDifferError) as raised:
+    servers = [good[1], server.remote(None, hidden=True)]
+    with pytest.raises(RuntimeError, match="needs the same oar_plugin on every node") as raised:
         handshake.check_nodes(workers, servers, "fsdp", OarConfig())
-    head, *lines, advice = str(raised.value).splitlines()
-    here = handshake.make_question({})(None, None)
-    assert here["plugin"] in head
+    head, hidden, silenced, changed, older, server_line, advice = str(raised.value).splitlines()
+    assert f"has oar_plugin {oar_plugin.__version__} with verl {verl.__version__}" in head
     assert "Install" in advice
-    assert all(line.startswith(f"  {here['node']}, ") for line in lines)
-    hidden, silenced, changed, server_line = lines
+    assert hidden.startswith(f"  {socket.gethostname()} (")
     assert "actor worker 1: no oar_plugin (" in hidden
     assert "actor worker 2: " in silenced
     assert silenced.endswith("its engine is verl's own FSDPEngineWithLMHead: VERL_USE_EXTERNAL_PLUGINS=none")
-    assert "actor worker 3: oar_plugin " in changed
-    assert here["sources"] not in changed
+    assert "actor worker 3: other code of the same version: " in changed
+    assert changed.endswith(f"the driver's {handshake.sources()[0]}")
+    assert older.endswith(f"actor worker 4: oar_plugin 0.0.1 with verl {verl.__version__}")
     assert "rollout server 1: no oar_plugin (" in server_line
+
+
+@pytest.mark.parametrize("driver_is_checkout", [True, False])
+def test_code_is_compared_only_where_one_side_runs_from_a_checkout(driver_is_checkout, tmp_path, monkeypatch):
+    (tmp_path / "oar_plugin").mkdir()
+    (tmp_path / "oar_plugin" / "__init__.py").touch()
+    (tmp_path / "oar_plugin-0.3.0.dist-info").mkdir()  # as pip installs it
+    assert handshake.sources()[1]
+    monkeypatch.setattr(oar_plugin, "__file__", str(tmp_path / "oar_plugin" / "__init__.py"))
+    assert not handshake.sources()[1]
+    fault = handshake.fault_of(None, None, {}, ("0123456789ab", driver_is_checkout))
+    assert ("the driver's 0123456789ab" in fault) is driver_is_checkout
 
 
 def test_an_actor_that_cannot_import_the_gate_is_told_at_the_start(good, tmp_path, monkeypatch):
     (tmp_path / "gate_of_the_driver.py").write_text("from tests.own_importance import upper_half\n")
     monkeypatch.syspath_prepend(tmp_path)  # Ray's processes were started before
     oar = OarConfig(gate="python:gate_of_the_driver:upper_half")
-    with pytest.raises(
-        handshake.NodesDifferError, match=r"worker 0: .*algorithm.oar.gate='python:gate.*cannot be imported"
-    ):
+    with pytest.raises(RuntimeError, match=r"worker 0: algorithm.oar.gate='python:gate.*cannot be imported"):
         handshake.check_nodes(good[:1], good[1:], "fsdp", oar)
-
-
-def _ask_until_it_is_dead(actor):
-    while True:  # it does not die at once
-        ray.get(actor.ready.remote())
 
 
 def test_a_process_that_does_not_answer_or_has_died_is_told(actors, monkeypatch):
     monkeypatch.setattr(handshake, "TIME_LIMIT_S", 2.0)
-    busy, dead = (actors[0].remote(engine=None) for _ in range(2))
-    ray.get([busy.ready.remote(), dead.ready.remote()])
-    busy.busy.remote()
+    busy, dead = (actors[0].remote(None) for _ in range(2))
+    ray.get([busy.work.remote(), dead.work.remote()])
+    busy.work.remote(3600)
     ray.kill(dead)
-    with pytest.raises(ray.exceptions.RayActorError):
-        _ask_until_it_is_dead(dead)
-    with pytest.raises(handshake.NodesDifferError, match="actor worker 0: no answer within 2 s") as raised:
+    assert ray.wait([dead.work.remote(3600)], timeout=PROCESS_S)[0], "it does not die at once"
+    with pytest.raises(RuntimeError, match="actor worker 0: no answer within 2 s") as raised:
         handshake.check_nodes([busy, dead], [], "fsdp", OarConfig())
     assert "actor worker 1: no answer: ActorDiedError" in str(raised.value)

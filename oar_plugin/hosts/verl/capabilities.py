@@ -1,14 +1,13 @@
 """What each feature hooks in verl and vLLM. A feature whose hooks the installed ones lack is refused, and no other."""
 
+import importlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-from oar_plugin.hosts.required_api import Hooks, lacking
 
 PLUGIN = "oar_plugin.hosts.verl.plugin"
 EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
@@ -26,9 +25,9 @@ _V1_TRAINER = [
     "__init__(config)", "on_init_end()", "_init_tokenizer()", "_balance_batch(batch, metrics, logging_prefix, ...)",
     "_compute_old_log_prob(batch, metrics)", "_compute_advantage(batch, metrics)",
 ]  # fmt: skip
-FEATURES: dict[str, Hooks] = {
+FEATURES: dict[str, dict[str, list[str]]] = {
     # verl's branch `neo` has the code of these trainers and does not start them.
-    **{mode: {trainer: _V1_TRAINER, "verl.trainer.main_ppo:TaskRunnerV1": []} for mode, trainer in TRAINERS.items()},
+    **{mode: {trainer: _V1_TRAINER, "verl.trainer.main_ppo": ["TaskRunnerV1(...)"]} for mode, trainer in TRAINERS.items()},
     "ray_trainer": {
         "verl.trainer.ppo.ray_trainer:RayPPOTrainer": [
             "_balance_batch(batch, metrics, logging_prefix, keep_minibatch)", "_compute_old_log_prob(batch)",
@@ -45,11 +44,11 @@ FEATURES: dict[str, Hooks] = {
     "megatron": {
         f"{_ENGINE}.megatron.transformer_impl:MegatronEngineWithLMHead": [
             "infer_batch(data, loss_function)", "forward_backward_batch(data, loss_function, forward_only)",
-            "get_data_parallel_group()", "_lm_head_logits_processor",
+            "get_data_parallel_group()", "_lm_head_logits_processor(...)",
             "forward_step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)",
         ],
         "verl.models.mcore.util": [
-            "preprocess_thd_engine(..., pad_to_length_bucket, ...)", "preprocess_bshd_engine(..., forced_max_seqlen, ...)",
+            "preprocess_thd_engine(pad_to_length_bucket, ...)", "preprocess_bshd_engine(forced_max_seqlen, ...)",
         ],
     },
     "offload": {
@@ -61,7 +60,7 @@ FEATURES: dict[str, Hooks] = {
         f"{_ROLLOUT}.llm_server:LLMServerClient": ["_acquire_server(request_id, ...)", "_release_server(server_id, ...)"],
         f"{_ROLLOUT}.vllm_rollout.utils:vLLMColocateWorkerExtension": ["monkey_patch_model(vocab_size, banned_token_ids)"],
         f"{_ROLLOUT}.vllm_rollout.vllm_async_server:vLLMHttpServer": [
-            "_get_worker_extension_cls()", "generate", "abort_all_requests", "resume_generation()",
+            "_get_worker_extension_cls()", "generate(...)", "abort_all_requests(...)", "resume_generation()",
         ],
         # vLLM has two model runners, and promises nothing about them.
         f"{_VLLM}.gpu_model_runner:GPUModelRunner": ["_get_prompt_logprobs_dict(hidden_states, num_scheduled_tokens, ...)"],
@@ -71,7 +70,34 @@ FEATURES: dict[str, Hooks] = {
         ],
     },
 }  # fmt: skip
-"""The three trainers of `trainer.v1`, `RayPPOTrainer`, the two engines, and OAR-P on vLLM's rollout engines."""
+"""Module or `module:Class` -> what is overridden, replaced or called there, with its parameters; `...`: and any others."""
+
+
+@cache
+def missing(feature: str) -> tuple[str, ...]:
+    """What a feature hooks and the installed verl lacks, one sentence each; empty where the feature is supported."""
+    return tuple(fault for place, hooks in FEATURES[feature].items() for fault in lacking(place, hooks))
+
+
+def lacking(place: str, hooks: Sequence[str]) -> Iterator[str]:
+    """What a module or class of a host lacks; nothing of a module that is there and does not import in this process."""
+    module, _, path = place.partition(":")
+    try:
+        owner: Any = importlib.import_module(module)
+    except Exception as error:  # a broken CUDA library raises OSError, for example
+        absent = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
+        if "." in absent and f"{module}.".startswith(f"{absent}."):
+            yield f"{absent} is not there"
+        return
+    for name in filter(None, path.split(".")):
+        owner = getattr(owner, name, None)
+    for hook in hooks:
+        name, *wanted = hook.replace("(", " ").replace(",", " ").removesuffix(")").split()
+        thing = getattr(owner, name, None)
+        given = [one for one in inspect.signature(thing).parameters if one != "self"] if callable(thing) else []
+        if thing is None or not (set(wanted) <= {*given, "..."} if "..." in wanted else wanted == given):
+            found = "nothing" if thing is None else f"{name}({', '.join(given)})"
+            yield f"{module}: expected {path}{path and '.'}{hook}, found {found}"
 
 
 def host_folder() -> Path:
@@ -85,12 +111,6 @@ def host_folder() -> Path:
 def host_version() -> str:
     """verl's own version, also of sources on the path. ModuleNotFoundError: there is no verl."""
     return (host_folder() / "version" / "version").read_text(encoding="utf-8").strip()
-
-
-@cache
-def missing(feature: str) -> tuple[str, ...]:
-    """What a feature hooks and the installed verl lacks, one sentence each; empty where the feature is supported."""
-    return tuple(lacking(FEATURES[feature]))
 
 
 def external_modules() -> dict[str, str]:
