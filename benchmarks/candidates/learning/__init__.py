@@ -5,7 +5,6 @@ README.md says how others did.
 """
 
 import torch
-from oar_plugin.credit.importance.decision import Decision
 from torch import Tensor
 
 from benchmarks.candidates.learning.onward import Onward, choice
