@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.tiny.model import SHAPES
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.importance import IMPORTANCES as SHIPPED
-from oar_plugin.credit.importance import Importance, importance_of, without_copies
+from oar_plugin.credit.importance import Importance, importance_of, named
 
 DEFAULT: str = OarConfig.model_fields["importance"].default
 IMPORTANCES: dict[str, Importance] = {
@@ -38,7 +38,9 @@ def check_importance(name: str, copies: bool = False) -> None:
     except ValueError as error:
         raise ValueError(f"--importance {name}: {error}") from None
     if importance.copies is not None and not copies:
-        raise ValueError(f"--importance {name}: it runs masked copies, not measured here; allowed: {without_copies()}")
+        raise ValueError(
+            f"--importance {name}: it runs masked copies, not measured here; allowed: {named(copies=False)}"
+        )
 
 
 def model_line(size: str, parameters: int, dtype: str) -> str:

@@ -13,7 +13,7 @@ from benchmarks.count.shapes import Counts, Memory, Work
 from benchmarks.count.ship import ship
 from benchmarks.report import Progress, Report, Table
 from oar_plugin.credit.importance import IMPORTANCES, Importance
-from oar_plugin.credit.regression import COLUMNS, SCORE_FEATURES
+from oar_plugin.credit.regression import COLUMNS, FEATURES
 from oar_plugin.runs.plan.known import KNOWN, at, load_model
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Yi-1.5-34B", "Qwen3-30B-A3B")
@@ -68,7 +68,7 @@ def added_flops(counts: Counts, layers: int, length: int, importance: Importance
     of = counts["flops"]
     backward = at(of["importance"], layers, length) - at(of["log-probs"], layers, length)
     forwards = (len(importance.forwards(1)) - 1) * at(of["layers"], layers, length)
-    rows = sum(length - PROMPT - ANSWER if each.of_reasoning else ANSWER for each in importance.backwards)
+    rows = sum(length - PROMPT - ANSWER if each.rows == "reasoning" else ANSWER for each in importance.backwards)
     return len(importance.backwards) * backward + forwards + 2 * at(of["head"], layers, rows)
 
 
@@ -165,7 +165,7 @@ def _predicted(all_counts: dict[str, dict[str, Counts]]) -> Table:
             **{f"oar_p, spans of 8, cached prefix, 1 in {n}": (1 / n, copies) for n in (20, 300)},
         }
         for label, (share, scores) in ways.items():
-            products = 2 * reasoning * (load_model(name).hidden_size * COLUMNS + share * SCORE_FEATURES**2)
+            products = 2 * reasoning * (load_model(name).hidden_size * COLUMNS + share * FEATURES**2)
             rows.append([name, label, *_ratio(counts, layers, length, share * scores + products)])
     title = "The same where the scores of other rows are predicted, 4,096 tokens (derived)"
     return Table(title, ["model", "importance", *(f"{share:.0%}" for share in SHARES)], rows)

@@ -14,14 +14,14 @@ from benchmarks.fidelity.estimators import REFERENCE
 from benchmarks.fidelity.responses import Response
 from benchmarks.fidelity.scores import judged, top_overlap
 from benchmarks.fidelity.tables import BASELINE, MAIN, Rows
-from oar_plugin.credit.regression import SCORE_FEATURES, Regression, of_score, projected
+from oar_plugin.credit.regression import FEATURES, Regression, projected, token_features
 from oar_plugin.passes.prediction import LEAST, RIDGE
 
 PREDICTED = {
     **{f"oar_p, 1 in {parts} scored": (REFERENCE, parts, slice(None)) for parts in (4, 8, 16)},
     f"{BASELINE.split()[0]}, 1 in 8 scored": (BASELINE, 8, slice(None)),
     # Without hidden states.
-    "control: place and doubt": (REFERENCE, 8, slice(SCORE_FEATURES - 4, None)),
+    "control: place and doubt": (REFERENCE, 8, slice(FEATURES - 4, None)),
 }
 """By name: what is predicted, one in how many responses it is fitted on, and the columns that it sees."""
 PLAIN = {"forward": 1.0, "backward": 0.0, "time": 1.0}
@@ -38,7 +38,7 @@ def features(model: Any, response: Response) -> Tensor:
     hidden_TP = projected(out.hidden_states[-1][0]).cpu()
     log_prob_T = out.logits[0, :-1].float().log_softmax(-1).gather(-1, token_1T[0, 1:, None])[:, 0].cpu()
     position_R = torch.linspace(-1, 1, len(at_R))
-    return of_score(hidden_TP[at_R], hidden_TP[at_R - 1], -torch.expm1(log_prob_T[at_R - 1]), position_R)
+    return token_features(hidden_TP[at_R], hidden_TP[at_R - 1], -torch.expm1(log_prob_T[at_R - 1]), position_R)
 
 
 def predicted(feature: Sequence[Tensor], score: Sequence[Tensor], parts: int) -> list[Tensor]:

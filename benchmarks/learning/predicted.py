@@ -11,13 +11,13 @@ from oar_plugin.credit.noise import response_seeds
 from oar_plugin.credit.regression import projected
 from oar_plugin.passes.gradient import Scores
 from oar_plugin.passes.plain import packed_rows
-from oar_plugin.passes.prediction import Features, ScorePredictor
+from oar_plugin.passes.prediction import Features, Predictor
 from oar_plugin.passes.request import Request
 
 CPU = torch.device("cpu")
 
 
-def chosen(predictor: ScorePredictor | None, request: Request, rollout: Any) -> Tensor:
+def chosen(predictor: Predictor | None, request: Request, rollout: Any) -> Tensor:
     """Whether to score each response, bool `[B]`."""
     if predictor is None:
         return torch.ones(len(rollout.token_BL), dtype=torch.bool)
@@ -27,7 +27,7 @@ def chosen(predictor: ScorePredictor | None, request: Request, rollout: Any) -> 
 
 
 def with_predictions(
-    predictor: ScorePredictor,
+    predictor: Predictor,
     rollout: Any,
     passes: Sequence[Any],
     scored_B: Tensor,

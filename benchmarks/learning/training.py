@@ -36,7 +36,7 @@ from oar_plugin.credit.probe import Probe
 from oar_plugin.estimator import reshape
 from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
 from oar_plugin.passes.plain import packed_rows
-from oar_plugin.passes.prediction import ScorePredictor
+from oar_plugin.passes.prediction import Predictor, predictor_of
 from oar_plugin.passes.request import Request
 
 MAX_GRADIENT_NORM = 1.0
@@ -187,7 +187,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
 
 
 def counted(
-    run: Run, model: PreTrainedModel, rollout: Rollout, step: int, predictor: ScorePredictor | None, scored_B: Tensor
+    run: Run, model: PreTrainedModel, rollout: Rollout, step: int, predictor: Predictor | None, scored_B: Tensor
 ) -> dict[str, float]:
     """FLOPs of a step's forward, importance and update, on a copy of the model. Sampling is not among them.
 
@@ -291,12 +291,12 @@ def forward(model: PreTrainedModel, rollout: Rollout, scored_B: Tensor | None = 
     return found
 
 
-def predictor_for(run: Run) -> ScorePredictor | None:
+def predictor_for(run: Run) -> Predictor | None:
     """What learns importance during a training, if anything does."""
-    return None if run.credit.share is None else ScorePredictor(run.credit.config(run.seed))
+    return None if run.credit.share is None else predictor_of(run.credit.config(run.seed))
 
 
-def share_of(predictor: ScorePredictor | None) -> tuple[bool, float]:
+def share_of(predictor: Predictor | None) -> tuple[bool, float]:
     """What decides how many responses are scored."""
     return (True, 1.0) if predictor is None else (predictor.ready, predictor.share)
 
@@ -310,7 +310,7 @@ def importance(
     rollout: Rollout,
     passes: Sequence[Forward],
     step: int,
-    predictor: ScorePredictor | None = None,
+    predictor: Predictor | None = None,
     scored_B: Tensor | None = None,
 ) -> Tensor:
     """Of the package, `[B, L]`; of the oracle, its weights before mass is restored; zeros for plain GRPO."""
@@ -382,8 +382,9 @@ def weights(run: Run, rollout: Rollout, importance_BL: Tensor) -> tuple[Tensor, 
     else:
         advantage_BL = rollout.advantage_B[:, None].expand_as(importance_BL)
         config = credit.config(run.seed)
-        _, weight_BL, status_B, metrics = reshape(advantage_BL, importance_BL, reasoning_BL, rollout.status_B, config)
-        reasoning_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
+        made = reshape(advantage_BL, importance_BL, reasoning_BL, rollout.status_B, config)
+        weight_BL, metrics = made.weight_BL, made.metrics
+        reasoning_BL = reasoning_BL & (made.status_B == Status.SCORED)[:, None]
     described = {name: value for name, value in metrics.items() if "/" not in name or name == "fallback/any"}
     return weight_BL, described | _paid(rollout, weight_BL, importance_BL, reasoning_BL)
 

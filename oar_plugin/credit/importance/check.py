@@ -29,10 +29,8 @@ def check(kind: Any) -> None:
     _require(isinstance(kind, type) and issubclass(kind, Importance), "it must be a class derived from Importance")
     are_backwards = isinstance(kind.backwards, tuple) and all(isinstance(one, Backward) for one in kind.backwards)
     _require(are_backwards, "backwards must be a tuple of Backward: (Backward(...),)")
-    alone = kind.copies is False or (kind.copies is True and not (kind.backwards or kind.reads))
-    _require(
-        alone, "copies must be False, or True, and then there are no backwards and no reads beside the masked copies"
-    )
+    fits = kind.copies is False or (kind.copies is True and not (kind.backwards or kind.reads))
+    _require(fits, "copies must be False, or True, and then without backwards and reads: masked copies give the scores")
     _require(kind.name and kind.help, "it has no name, or no help")
     are_readings = isinstance(kind.reads, set | frozenset) and kind.reads <= {*get_args(Reading)}
     _require(are_readings, f"reads={kind.reads!r}; allowed: a set of {', '.join(get_args(Reading))}")
