@@ -14,6 +14,7 @@ from oar_plugin.credit.importance import IMPORTANCES, Parts, Rows
 from oar_plugin.credit.importance.check import check
 from tests.default_yaml import FILE, MADE, shown
 from tests.own_importance import Saliency
+from tests.tracked import tracked
 
 ROOT = Path(__file__).parents[1]
 GLOBS = "*.md docs/**/*.md benchmarks/**/*.md patches/*.md recipes/*.md recipes/*/README.md verl_cpu/*.md"
@@ -30,6 +31,15 @@ def table(document, header):
         keys = re.findall(r"`([^`]+)`", first)
         rows |= dict(zip(keys, [default] if len(keys) == 1 else default.split(", "), strict=True))
     return {key: default.strip("`") for key, default in rows.items()}
+
+
+def test_the_code_is_no_longer_than_contributing_allows():
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \|$", DOCUMENTS["CONTRIBUTING.md"], re.MULTILINE)
+    assert [folder for folder, _ in rows] == ["oar_plugin", "tests", "benchmarks"]
+    lines = {
+        folder: sum(len(path.read_text().splitlines()) for path in tracked(f"{folder}/*.py")) for folder, _ in rows
+    }
+    assert {folder: n for folder, n in lines.items() if n > int(dict(rows)[folder].replace(",", ""))} == {}
 
 
 def test_default_yaml_is_made_from_the_configuration():
