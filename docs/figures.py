@@ -396,8 +396,6 @@ def copies() -> str:
         "published procedure: whole copies, all logits": "p",
         "exact, in the actor": "l",
         "exact, on the engine": "o",
-        "budget 0.3 by gradient, in the actor": "l30",
-        "budget 0.3 by blocks, on the engine": "o30",
         "spans of 8, on the engine": "o8",
     }
 
@@ -421,7 +419,6 @@ def copies_range() -> str:
 
     rows = {
         "seconds of the published procedure / of exact scores on the engine": among("p / o"),
-        "seconds with budget 0.3 / with all copies": among("l30 / l", "o30 / o"),
         "generation speed while scoring (default `share_while_generating`) / without scoring": among(
             "t/s(0.15) / t/s(alone)"
         ),
