@@ -75,7 +75,9 @@ def test_it_holds_the_package_and_the_recipes_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"oar_plugin"}
     recipes = {path.parent.name for path in CHECKOUT.glob("recipes/*/recipe.yaml")}
-    wanted = {f"oar_plugin/recipes/{name}/{file}" for name in recipes for file in ("recipe.yaml", "oar.yaml", "README.md")}
+    wanted = {
+        f"oar_plugin/recipes/{name}/{file}" for name in recipes for file in ("recipe.yaml", "oar.yaml", "README.md")
+    }
     wanted |= {f"oar_plugin/{file.relative_to(CHECKOUT)}" for file in CHECKOUT.glob("recipes/cluster/*")}
     wanted |= {str(file.relative_to(CHECKOUT)) for file in tracked("oar_plugin/*")}
     assert wanted <= set(names)

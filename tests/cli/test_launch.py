@@ -179,6 +179,7 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{ONE} algorithm.oar.tau=2", "algorithm.oar.tau"),
         (f"{ONE} algorithm.oar.tauu=2", "algorithm.oar.tauu=2: unknown key; did you mean algorithm.oar.tau?"),
         (f"{ONE} --dry-run +actor_rollout_ref.rollout.nope=1", "verl refuses this"),
+        (f"{ONE} --dry-run actor_rollout_ref.actor.loss_agg_mode=token_mean", "Invalid loss_agg_mode: token_mean"),
         (f"{ONE} --dry-run +actor_rollout_ref.model.nope=1", "no such key: actor_rollout_ref.model.nope"),
         (f"{ONE} trainer.val_only=True trainer.val_before_train=False", "trainer.val_before_train=False with"),
         (f"{ONE} --gpu H1", "--gpu H1"),

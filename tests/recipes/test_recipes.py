@@ -88,11 +88,11 @@ def test_a_preset_and_a_key_on_top_of_it(name, preset):
 @pytest.mark.parametrize(
     ("trainer", "rollout", "reward", "expected"),
     [
-        ((4, 8), None, None, (4, 8, 32)),
-        ((1, 4), (1, 4), None, (1, 8, 8)),  # one machine, split
-        ((2, 8), (1, 8), None, (3, 8, 24)),
-        ((1, 8), (2, 4), None, (2, 8, 16)),  # two parts on one machine
-        ((1, 4), (1, 4), (1, 2), (3, 4, 10)),
+        ((4, 8), None, None, (4, 8)),
+        ((1, 4), (1, 4), None, (1, 8)),  # one machine, split
+        ((2, 8), (1, 8), None, (3, 8)),
+        ((1, 8), (2, 4), None, (2, 8)),  # two parts on one machine
+        ((1, 4), (1, 4), (1, 2), (3, 4)),
     ],
 )
 def test_nodes_and_gpus_are_those_of_all_pools(trainer, rollout, reward, expected):
