@@ -33,7 +33,7 @@ def wrong_values(config: DictConfig, written: Mapping[str, Any], verls: Mapping[
         if isinstance(default, bool):
             text, fits = "True or False", value in (True, False, None)
         elif value is None:
-            fits = default is None or not rule
+            fits = default is None or not rule or "unset" in rule
         else:
             fits = isinstance(value, int if rule.get("whole") else int | float) and not isinstance(value, bool)
             fits = fits and rule.get("least", -math.inf) <= value <= rule.get("most", math.inf)
