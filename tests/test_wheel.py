@@ -75,7 +75,9 @@ def test_it_holds_the_package_and_the_recipes_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"oar_plugin"}
     recipes = {path.parent.name for path in CHECKOUT.glob("recipes/*/recipe.yaml")}
-    wanted = {f"oar_plugin/recipes/{name}/{file}" for name in recipes for file in ("recipe.yaml", "oar.yaml", "run.sh")}
+    wanted = {
+        f"oar_plugin/recipes/{name}/{file}" for name in recipes for file in ("recipe.yaml", "oar.yaml", "README.md")
+    }
     wanted |= {f"oar_plugin/{file.relative_to(CHECKOUT)}" for file in CHECKOUT.glob("recipes/cluster/*")}
     wanted |= {str(file.relative_to(CHECKOUT)) for file in tracked("oar_plugin/*")}
     assert wanted <= set(names)
@@ -114,7 +116,7 @@ def test_every_command_finds_what_it_needs(oar):
     assert "loaded by verl" in " ".join(oar("doctor", COLUMNS="200").split())
     assert "qwen2_5_7b_math" in oar("recipes")
     oar("recipes", "copy", "qwen2_5_7b_math", "mine")
-    assert (oar.folder / "mine" / "run.sh").stat().st_mode & 0o100
+    assert (oar.folder / "mine" / "recipe.yaml").exists()
     assert "fits" in oar("plan", "qwen2_5_7b_math")
     script = oar("launch", "qwen2_5_14b_deepmath", "--on", "slurm", "--dry-run", OAR_CHECKPOINTS="/shared/c")
     assert "#SBATCH --nodes=2" in script

@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from benchmarks.fidelity.responses import Batch
-from benchmarks.workload import IMPORTANCES
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.importance import importance_of
+from oar_plugin.credit.importance import IMPORTANCES, importance_of
 from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 

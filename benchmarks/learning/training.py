@@ -328,7 +328,7 @@ def importance(
 def _computed(request: Request, rollout: Rollout, passes: Sequence[Forward], scored_B: Tensor) -> Tensor:
     """Importance of the rows of `scored_B`, `[B, L]`; 0 in others."""
     importance_BL = torch.zeros(rollout.token_BL.shape)
-    if request.importance_object.copies is not None:
+    if request.importance_object.copies:
         rows = rollout.token_BL[scored_B], rollout.segments_BL[scored_B]
         importance_BL[scored_B] = masked_importance(passes[0].model, request, *rows)
         return importance_BL

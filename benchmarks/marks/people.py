@@ -103,7 +103,7 @@ def judged(
     for name in importances:
         importance = importance_of(name)
         # A copy for each token would be hundreds of forwards a solution.
-        copies = importance.copies is not None
+        copies = importance.copies
         title = f"{name}, at most {spans} copies" if copies else name
         compute = partial(_scores, model, tokenizer, read, name, spans if copies else None, max_tokens, seed)
         asked = key | {"importance": name, "spans": spans, "seed": seed}

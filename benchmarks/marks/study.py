@@ -23,16 +23,16 @@ from benchmarks.machine import Device, choose_device
 from benchmarks.marks import people
 from benchmarks.report import Progress, Report, Table
 from benchmarks.tiny.words import FILLER
-from benchmarks.workload import IMPORTANCES as SHIPPED
 from benchmarks.workload import check_at_least_one
 from oar_plugin.credit.gate import two_level
+from oar_plugin.credit.importance import IMPORTANCES as SHIPPED
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.passes.segments import longest_of
 
 PROMPTS, COPIES = 16, 8
 _CANDIDATES = "python:benchmarks.candidates.learning"
 IMPORTANCES = {
-    **{name: name for name, one in SHIPPED.items() if one.copies is None},
+    **{name: name for name, one in SHIPPED.items() if not one.copies},
     "EntropyFactor": f"{_CANDIDATES}:EntropyFactor",
     "onward": f"{_CANDIDATES}:Onward",
 }

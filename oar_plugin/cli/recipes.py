@@ -48,7 +48,7 @@ def _copy(name: str, folder: Path) -> int:
         return 2
     shutil.copytree(source, folder)
     if source.parent == recipes_folder():  # OAR's own: the copy's commands, links and default run name become its own
-        for file in (file for file in folder.iterdir() if file.suffix in (".md", ".sh", ".yaml")):
+        for file in (file for file in folder.iterdir() if file.suffix in (".md", ".yaml")):
             text = file.read_text(encoding="utf-8").replace(f"recipes/{source.name}", shlex.quote(str(folder)))
             own_name = re.sub(r"[^\w.-]", "_", folder.name, flags=re.ASCII)
             text = text.replace(f"experiment_name: {source.name}-", f"experiment_name: {own_name}-")

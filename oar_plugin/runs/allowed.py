@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +38,22 @@ def wrong_values(config: DictConfig, written: Mapping[str, Any], verls: Mapping[
             fits = isinstance(value, int if rule.get("whole") else int | float) and not isinstance(value, bool)
             fits = fits and rule.get("least", -math.inf) <= value <= rule.get("most", math.inf)
         if not fits:
-            if "oc.env" in (given := str(written.get(key))):
-                text += f"; {given} is a text, ${{oc.decode:{given}}} is not"
             yield f"{key}={value!r}: allowed: {text}"
 
 
 def unknown_names(config: DictConfig) -> Iterator[str]:
     """Yield a sentence per name that the installed verl does not have, and no module of the user's registers in it."""
     for key, rule in _ALLOWED["names"].items():
-        given, names = OmegaConf.select(config, key), rule["names"]
-        read = all(OmegaConf.select(config, other) == value for other, value in rule.get("only", {}).items())
-        for name in (given if isinstance(given, ListConfig) else [given]) if read else []:
-            more = [] if name is None or name in names else _of_verl(rule, name, config)
-            if name is not None and name not in [*names, *more]:
-                names = sorted({*names, *more})
-                yield f"{key}={name}: verl has no such name{did_you_mean(str(name), names)}; allowed: {', '.join(names)}"
+        given = OmegaConf.select(config, key)
+        if any(OmegaConf.select(config, other) != value for other, value in rule.get("only", {}).items()):
+            continue
+        for name in given if isinstance(given, ListConfig) else [given]:
+            if name in (None, *rule["names"]):
+                continue
+            names = {*rule["names"], *_of_verl(rule, name, config)}
+            if name not in names:
+                hint = did_you_mean(str(name), names)
+                yield f"{key}={name}: verl has no such name{hint}; allowed: {', '.join(sorted(names))}"
 
 
 def _of_verl(rule: Mapping[str, Any], name: str, config: DictConfig) -> Collection[str]:
@@ -59,12 +61,10 @@ def _of_verl(rule: Mapping[str, Any], name: str, config: DictConfig) -> Collecti
     if "file" in rule:
         file = host_folder() / rule["file"]
         return [] if file.is_file() and f'"{name}"' not in file.read_text("utf-8") else [name]
-    module, _, path = rule["registry"].partition(":")
+    module, _, registry = rule["registry"].partition(":")
     own = OmegaConf.select(config, "actor_rollout_ref.model.external_lib") or []
     try:  # the user's modules as verl's workers do
         *_, held = map(importlib.import_module, [*([own] if isinstance(own, str) else own), module])
-        for part in path.split("."):
-            held = held[part] if isinstance(held, dict) else getattr(held, part)
+        return list(attrgetter(registry)(held))
     except Exception:  # a module of the user's may need what only the run's nodes have: verl looks the name up there
         return [name]
-    return held

@@ -12,7 +12,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -69,8 +69,8 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         raise RecipeError(f"{folder} has no {variant}.yaml: name a recipe's folder, such as recipes/qwen2_5_7b_math")
     if fault := misspelt(overrides):
         raise RecipeError(fault)
-    adds = any(re.match(r"\+\w+=", word) for word in overrides)
-    if adds and any(not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins")):
+    others = any(not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins"))
+    if others and any(re.match(r"\+\w+=", word) for word in overrides):
         import verl  # noqa: F401  `+GROUP=NAME`: verl's other plugins add their groups when it is imported
 
     try:
@@ -82,33 +82,36 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         search_path = f"hydra.searchpath={json.dumps(found, ensure_ascii=False)}"
         started = command_line([*entry_point(folder, variant), *overrides])
         with started, initialize_config_dir(str(folder.resolve()), version_base=None):
-            config = compose(config_name=variant, overrides=[*overrides, search_path])
+            config = compose(variant, [*overrides, search_path])
         # In a file Hydra accepts an unknown key, and verl then runs with its default for the key that was meant.
         given = [(key, path) for path, file in files.items() for key, _ in flat(OmegaConf.to_container(file))]
-        written, verls = dict(flat(OmegaConf.to_container(config))), _verls(config.model_engine)
-        faults = list(wrong_values(config, written, verls))
+        verls = _verls(config.model_engine)
+        faults = list(wrong_values(config, dict(flat(OmegaConf.to_container(config))), verls))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
         if unknown := re.match(r"Could not override '([\w.]+)'", reason):
-            key = (re.search(r"full_key: ([\w.]+)", str(error.__cause__)) or unknown)[1]
-            hint = did_you_mean(key, _verls("dp") | _verls("megatron"))
-            reason = f"verl has no key {key}{hint}; on the command line ++KEY adds one"
+            hint = _hint(unknown[1], _verls("dp") | _verls("megatron"))
+            reason = f"verl has no key {unknown[1]}{hint}; on the command line ++KEY adds one"
         raise RecipeError(f"{folder / variant}.yaml does not compose: {reason}") from error
-    known, words = "".join(f"\n{key}." for key in verls), (word for word in overrides if "=" in word)
-    for key, place in [*given, *((word.lstrip("+~").partition("=")[0], word) for word in words)]:
+    added = [(word.lstrip("+~").partition("=")[0], word) for word in overrides if "=" in word]
+    known = "".join(f"\n{key}." for key in verls)
+    for key, place in [*given, *added]:
         group, dot, _ = key.partition(".")  # a key without a dot is a variable, one with "@" a group of files
         if not dot or "@" in key or _PASSED_ON.search(key) or f"\n{key}." in known:
             continue
-        hint = did_you_mean(key, [one for one in verls if one.endswith(f".{key}")] or verls)
         if place in overrides and f"\n{group}." in known:
-            _note(
-                f"oar: {place}: verl's configuration does not list this key; it has no effect where nothing reads it{hint}"
-            )
+            effect = "verl's configuration does not list this key; it has no effect where nothing reads it"
+            _note(f"oar: {place}: {effect}{_hint(key, verls)}")
         elif place not in overrides or f"${{{group}." not in OmegaConf.to_yaml(config):
-            faults.append(f"{place}: verl has no key {key}{hint}")
+            faults.append(f"{place}: verl has no key {key}{_hint(key, verls)}")
     if faults:
         raise RecipeError("\n".join(faults))
     return config
+
+
+def _hint(key: str, known: Iterable[str]) -> str:
+    """Return which key was meant: one that only lacks its first groups, else the closest in spelling."""
+    return did_you_mean(key, [one for one in known if one.endswith(f".{key}")] or known)
 
 
 _note = functools.cache(lambda text: say(text, sys.stderr))  # once, for whatever number of runs
@@ -137,8 +140,8 @@ def flat(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
-    """Return the numbers of nodes, of GPUs per node, and of all GPUs, with separate pools for rollout and reward model."""
+def gpus_needed(config: DictConfig) -> tuple[int, int]:
+    """Return the numbers of nodes and of GPUs per node, with separate pools for rollout and reward model."""
     from omegaconf import OmegaConf
 
     from oar_plugin.hosts.verl.settings import trainer_of
@@ -150,14 +153,14 @@ def gpus_needed(config: DictConfig) -> tuple[int, int, int]:
     keys = ("nnodes", "n_gpus_per_node")
     sizes = [[int(OmegaConf.select(config, f"{pool}.{key}") or 0) for key in keys] for pool in pools]
     parts = sorted((gpus for nodes, gpus in sizes for _ in range(nodes)), reverse=True)
-    alone = max(nodes for nodes, _ in sizes) == 1 and sum(parts) <= 8  # small pools share one machine
-    gpus_per_node = sum(parts) if alone else max(gpus for _, gpus in sizes)
+    if max(nodes for nodes, _ in sizes) == 1 and sum(parts) <= 8:
+        return 1, sum(parts)  # small pools share one machine
     free: list[int] = []  # GPUs that are left on each machine
     for part in parts:
         place = next((index for index, left in enumerate(free) if left >= part), len(free))
-        free[place:] = free[place:] or [gpus_per_node]
+        free[place:] = free[place:] or [parts[0]]
         free[place] -= part
-    return len(free), gpus_per_node, sum(parts)
+    return len(free), parts[0]
 
 
 def check_config(config: DictConfig) -> None:

@@ -174,11 +174,10 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         (f"{FOUR} --on slurm --template no.j2", "no.j2"),
         (f"{ONE} --srun=-x", "--srun belongs to --on slurm, this is --on local"),
         ("seven", "seven: neither a folder nor a recipe; recipes: qwen2_5_0_5b_gsm8k,"),
-        (f"{ONE} data.no_such_key=1", "verl has no key data.no_such_key"),
         (f"{ONE} --dry-run actor_rollout_ref.actor.use_dynamic_bsz=False data.train_batch_size=7", "verl refuses this"),
         (f"{ONE} algorithm.oar.tau=2", "algorithm.oar.tau"),
-        (f"{ONE} algorithm.oar.tauu=2", "algorithm.oar.tauu=2: unknown key; did you mean algorithm.oar.tau?"),
         (f"{ONE} --dry-run +actor_rollout_ref.rollout.nope=1", "verl refuses this"),
+        (f"{ONE} --dry-run actor_rollout_ref.actor.loss_agg_mode=token_mean", "Invalid loss_agg_mode: token_mean"),
         (f"{ONE} --dry-run +actor_rollout_ref.model.nope=1", "no such key: actor_rollout_ref.model.nope"),
         (f"{ONE} trainer.val_only=True trainer.val_before_train=False", "trainer.val_before_train=False with"),
         (f"{ONE} --gpu H1", "--gpu H1"),
@@ -204,7 +203,7 @@ def test_folders_hubs_and_libraries_reach_every_node_and_secrets_are_kept_apart(
 
 
 def test_each_seed_and_variant_is_a_run_with_a_folder(capsys):
-    words = ["--seeds", "2", "--variant", "oar,grpo", "--name", "tau 0.5", "oar=decision", "algorithm.oar.tau=0.5"]
+    words = ["--seeds", "2", "--variant", "oar,grpo", "--name", "tau 0.5", "oar=published", "algorithm.oar.tau=0.5"]
     assert main(["launch", ONE, *words, "data.shuffle=False", "--dry-run"]) == 0
     said = capsys.readouterr()
     commands = [shlex.split(line) for line in said.out.splitlines()]
@@ -213,7 +212,7 @@ def test_each_seed_and_variant_is_a_run_with_a_folder(capsys):
         assert words[:2] == ["env", "OAR_CHECKPOINTS=/shared/c"]
         assert f"{run}: 1 node with 8 GPUs, checkpoints in /shared/c/oar/{run}. " in said.err
         seeds = [f"{key}={seed}" for key in (*job.SEEDS, *(["algorithm.oar.seed"] if variant == "oar" else []))]
-        given = ["oar=decision", "algorithm.oar.tau=0.5"] if variant == "oar" else []  # a baseline has no tau
+        given = ["oar=published", "algorithm.oar.tau=0.5"] if variant == "oar" else []  # a baseline has no tau
         assert words[words.index("--config-name") + 1 : -1] == [variant, *seeds, *given, "data.shuffle=False"]
     assert [subject for subject, _ in levels(said.err)].count("data") == 1
 
@@ -225,7 +224,6 @@ def test_a_folder_of_a_run_with_other_settings_is_refused_or_resumed(tmp_path, e
     assert main(words) == 2
     said = capsys.readouterr().err
     assert f"{folder} holds a run with other settings" in said
-    assert "actor_rollout_ref.actor.optim.lr: 5.0 there, 1e-06 now" in said
     for more in (["--seed", "2"], ["--name", "mine"], ["--resume"], ["trainer.val_only=True"]):
         assert main([*words, *more]) == 0
     assert "Validates the untrained model Qwen/Qwen2.5-7B, without a checkpoint of" in capsys.readouterr().err

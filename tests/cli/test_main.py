@@ -62,8 +62,8 @@ def test_a_copy_is_a_recipe_of_ones_own_and_templates_can_be_copied(tmp_path, mo
     own, original = (contents(folder) for folder in (tmp_path / "mine", find_recipe("qwen2_5_7b_math")))
     assert own.keys() == original.keys()
     assert own["oar.yaml"] == original["oar.yaml"]
-    assert b"recipes/qwen2_5_7b_math" not in own["README.md"] + own["run.sh"], "its commands run the original"
-    assert b"oar plan mine" in own["README.md"]
+    assert b"recipes/qwen2_5_7b_math" not in own["README.md"], "its commands run the original"
+    assert b"oar launch mine" in own["README.md"]
     assert b"experiment_name: mine-" in own["recipe.yaml"]
     links = re.findall(r"\]\(([^)#]+)\)", own["README.md"].decode())
     assert links

@@ -14,8 +14,8 @@ ROLLOUT = [
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
 ]
 ACTOR = "actor_rollout_ref.actor"
-# Tiny responses have too few spans of eight tokens: a copy for every token.
-COPIES = ["algorithm.oar.perturbation.span=1"]
+# Tiny responses have too few spans of eight tokens: a copy for every token of every response.
+COPIES = ["algorithm.oar.perturbation.span=1", "algorithm.oar.amortize.share=null"]
 MEGATRON = [f"{ACTOR}.megatron.{size}" for size in ("tensor_model_parallel_size=2", "pipeline_model_parallel_size=1")]
 MEGATRON.append(f"{ACTOR}.megatron.context_parallel_size=1")
 

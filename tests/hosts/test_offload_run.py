@@ -75,7 +75,7 @@ def worst(folder, rows, model):
 
 @pytest.fixture(scope="module")
 def offloaded(folder):
-    """The smoke test of the recipe, with every token a copy of its own, and an update that is felt."""
+    """The smoke test of the recipe, with a copy for every token of every response, and an update that is felt."""
     adapter = ["actor_rollout_ref.model.lora_rank=4"] if loads_adapters() else []
     rate = 1e-2 if adapter else 1e-3  # with more, a model that learns as a whole says the same to everything
     return smoke(
@@ -83,7 +83,7 @@ def offloaded(folder):
         folder,
         *LONG,
         f"{COPIES}.span=1",
-        f"{COPIES}.budget=null",
+        "algorithm.oar.amortize.share=null",
         "trainer.save_freq=1",
         "trainer.max_actor_ckpt_to_keep=null",
         *adapter,

@@ -55,7 +55,6 @@ def test_the_one_line_is_enough():
     assert switched_on(config())
     assert not switched_on(config(algorithm__adv_estimator="grpo"))
     assert resolve(config()).importance == "fisher"
-    assert resolve(config(**{ACTOR + "strategy": "megatron"})).importance == "fisher"
 
 
 @pytest.mark.parametrize("case", GIVEN["limits"])
@@ -84,10 +83,6 @@ def assert_refused(changes, parts):
         ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "critic", "allowed: grpo, rloo"]),
         ({"algorithm__oar": 3}, ["algorithm.oar=3"]),
         (
-            {"algorithm__oar": {"importance": "value"}, "algorithm__use_kl_in_reward": True},
-            ["algorithm.use_kl_in_reward=True", "sign", "allowed: False"],
-        ),
-        (
             {"actor_rollout_ref__model": {"use_fused_kernels": True, "fused_kernel_options": None}},
             ["impl_backend=None"],
         ),
@@ -108,7 +103,6 @@ with_a_vllm = pytest.mark.skipif(versions.installed() is None, reason="without a
         ({ROLLOUT + "agent__agent_loop_manager_class": "my.Manager"}, ["agent_loop_manager_class=my.Manager", "null"]),
         ({ROLLOUT + "engine_kwargs__vllm__worker_extension_cls": "x.Y"}, ["worker_extension_cls=x.Y", "unset"]),
         ({ROLLOUT + "data_parallel_size": 2}, ["data_parallel_size=2", "allowed: 1"]),
-        ({"algorithm__oar__importance": "hybrid"}, ["importance=hybrid", "backend=rollout", "backend=actor"]),
     ],
 )
 def test_what_the_offload_cannot_work_with_is_refused(changes, parts):
@@ -142,7 +136,6 @@ def test_importance_from_gradients_runs_with_any_rollout_engine_and_with_router_
         ({"actor_rollout_ref__model__use_fused_kernels": True}, ["use_fused_kernels=True", "allowed: False"]),
         ({MEGATRON + "dtype": "float16"}, ["megatron.dtype=float16", "allowed: bfloat16"]),
         ({"algorithm__oar": {"importance": "oar_p"}}, ["importance=oar_p", "perturbation.backend=rollout"]),
-        ({"algorithm__oar": {"importance": "hybrid"}}, ["importance=hybrid", "allowed: fisher, oar_g"]),
     ],
 )
 def test_what_megatron_does_not_serve_is_refused_there_and_only_there(changes, parts):
@@ -189,9 +182,9 @@ def test_a_model_for_which_verl_has_no_fused_forward_is_refused(monkeypatch):
 
 
 def test_the_command_line_decides_whether_hydra_sees_our_keys():
-    preset, added = "oar=published", "+algorithm.oar.tau=0.3"
-    assert all(mentions_oar(arguments) for arguments in ([ON], [preset], [preset, added]))
-    assert not any(mentions_oar(arguments) for arguments in (["algorithm.adv_estimator=grpo"], [ON, added], []))
+    for words in ([ON], ["oar=published"], ["+oar=published"], ["++algorithm.oar.tau=0.3"]):
+        assert mentions_oar(words)
+    assert not any(mentions_oar(words) for words in (["algorithm.adv_estimator=grpo", "oar.x=1"], []))
 
 
 def main_ppo(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -206,23 +199,21 @@ def settings_of(*overrides: str, name: str = "ppo_trainer", folder: Path = TRAIN
         return resolve(compose(name, list(overrides)))
 
 
-def test_hydra_composes_overrides_and_presets():
-    one = settings_of(ON, "oar=published", "algorithm.oar.tau=0.3")
-    assert (one.tau, one.importance, one.beta, one.probe, one.warmup_steps) == (0.3, "oar_g", 2.0, "answer_mean", 20)
+def test_with_nothing_but_the_estimator_every_setting_has_its_default():
     assert settings_of(ON) == OarConfig()
 
 
 def test_a_configuration_of_ones_own_takes_the_same_words(tmp_path):
     """With and without our group in its defaults list, or in that of the file that it is built on."""
     plain = "defaults: [ppo_trainer, _self_]\nalgorithm: {adv_estimator: oar}\n"
-    preset = plain.replace("ppo_trainer", "ppo_trainer, oar: published")
+    preset = plain.replace("ppo_trainer", "ppo_trainer, oar: default")
     files = {"plain": plain, "preset": preset, "built": "defaults: [part, _self_]\n"}
     for name, text in files.items():
         (tmp_path / f"{name}.yaml").write_text("hydra: {searchpath: [pkg://verl.trainer.config]}\n" + text)
     (tmp_path / "part.yaml").write_text(preset)
     for name in files:
-        one = settings_of("oar=decision", "algorithm.oar.tau=0.5", name=name, folder=tmp_path)
-        assert (one.importance, one.tau, one.warmup_steps) == ("decision", 0.5, 0), name
+        one = settings_of("oar=published", "algorithm.oar.tau=0.3", name=name, folder=tmp_path)
+        assert (one.tau, one.importance, one.probe, one.warmup_steps) == (0.3, "oar_g", "answer_mean", 20), name
 
 
 @pytest.mark.slow

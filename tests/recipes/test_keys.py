@@ -13,7 +13,7 @@ from oar_plugin.runs.recipe import RecipeError, check_config, compose_recipe, fi
 
 CASES = json.loads(Path(__file__).with_name("cases.json").read_text())
 RECIPE, MATH = find_recipe("qwen2_5_32b_megatron"), find_recipe("qwen2_5_7b_math")
-ROLLOUT, MEGATRON = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.megatron"
+ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def test_an_override_of_verl():
@@ -23,7 +23,7 @@ def test_an_override_of_verl():
         f"{ROLLOUT}.engine_kwargs.vllm.x=1": f"verl has no key {ROLLOUT}.engine_kwargs.vllm.x",
     }.items():
         with pytest.raises(RecipeError, match=r"on the command line \+\+KEY adds one") as refused:
-            compose_recipe(RECIPE, "oar", ["oar=decision", word])
+            compose_recipe(RECIPE, "oar", ["oar=published", word])
         assert said in str(refused.value)
     allowed = [f"+{ROLLOUT}.engine_kwargs.vllm.x=1", "+trainer.newer=1", "++trainer.save_freq=1", "~data.seed"]
     compose_recipe(RECIPE, "grpo", ["trainer.nnodes=4", *allowed])
@@ -34,11 +34,6 @@ def test_an_override_of_verl():
     [
         ("  train_batch_size", "  train_batchsize", "data.train_batchsize; did you mean data.train_batch_size?"),
         ("trainer:", "tainer:", "verl has no key tainer"),
-        (
-            "    megatron:",
-            "    megatron:\n      pipelin_model_parallel_size: 2",
-            f"did you mean {MEGATRON}.pipeline_model",
-        ),
         ("    megatron:", "    fsdp_config:\n      x: 1\n    megatron:", "actor.fsdp_config.x"),
         ("trainer:", "trainer: [", "does not compose"),
         # What verl passes on is free, and a variable to refer to.

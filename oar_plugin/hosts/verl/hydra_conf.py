@@ -6,18 +6,18 @@ before Ray starts. Apart from the presets, they act only when the command line m
 composes exactly what it would without the plugin.
 """
 
-import argparse
 import atexit
 import os
+import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
@@ -31,17 +31,10 @@ from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 PRIMARY = "ppo_trainer"  # verl's one trainer config; model_engine=dp|megatron selects the rest
 _PROVIDER = "oar_plugin"
 
-_arguments: ContextVar[Sequence[str] | None] = ContextVar("_arguments", default=None)  # None: those of the process
-
 
 def mentions_oar(arguments: Sequence[str]) -> bool:
-    """Whether a command line chooses a preset, switches OAR on or sets one of its keys.
-
-    False when a key is *added* (`+algorithm.oar.tau=...`): Hydra refuses to add what is already there.
-    """
-    added = any(a.startswith("+algorithm.oar") for a in arguments)
-    named = any("adv_estimator=oar" in a or "algorithm.oar" in a for a in arguments)
-    return any(a.startswith("oar=") for a in arguments) or (named and not added)
+    """Whether a command line chooses a preset, switches OAR on or sets one of its keys."""
+    return any(re.search(r"^\+?oar=|adv_estimator=oar|algorithm\.oar", word) for word in arguments)
 
 
 def misspelt(arguments: Sequence[str]) -> str | None:
@@ -62,14 +55,12 @@ class OarSearchPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Hydra's hook. Exits at a misspelt preset or key: Hydra's own message would not help."""
-        given = _arguments.get()
-        arguments = sys.argv[1:] if given is None else given
-        ours = given is not None or mentions_oar(arguments)  # with another estimator, `oar.x` is the user's own
-        if fault := misspelt([word for word in arguments if ours or not word.lstrip("+").startswith("oar.")]):
-            sys.exit(f"oar: {fault}")
+        arguments = sys.argv[1:]
         folders = [element.path for element in search_path.get_path() if element.provider == "main"]
         search_path.append(_PROVIDER, "pkg://oar_plugin.hosts.verl.conf")
-        if mentions_oar(arguments):
+        if mentions_oar(arguments):  # with another estimator, `oar.x` is the user's own
+            if fault := misspelt(arguments):
+                sys.exit(f"oar: {fault}")
             folder = _extended_primary_config(with_group=not _has_group(folders, arguments))
             search_path.prepend(_PROVIDER, f"file://{folder}")
 
@@ -97,12 +88,11 @@ def register() -> None:
 @contextmanager
 def command_line(arguments: Sequence[str]) -> Iterator[None]:
     """Within it, Hydra composes as if the process had been started with these arguments."""
+    from unittest import mock
+
     register()
-    before = _arguments.set(arguments)
-    try:
+    with mock.patch.object(sys, "argv", [sys.argv[0], *arguments]):
         yield
-    finally:
-        _arguments.reset(before)
 
 
 def _has_group(folders: Sequence[str], arguments: Sequence[str]) -> bool:
@@ -110,23 +100,16 @@ def _has_group(folders: Sequence[str], arguments: Sequence[str]) -> bool:
 
     Hydra refuses to have it there twice.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-name", "-cn", default=PRIMARY)
-    parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--cfg", "-c")  # not used; without it argparse takes it for an abbreviation of the others
-    named = parser.parse_known_args(list(arguments))[0]
+    named = get_args_parser().parse_known_args(list(arguments))[0]
     places = [Path(folder.removeprefix("file://")) for folder in (named.config_dir, *folders) if folder]
 
-    def entries(name: str) -> Iterator[str]:
+    def has(name: str) -> bool:
         file = next((file for place in places if (file := place / f"{name}.yaml").is_file()), None)
-        config = {} if file is None else OmegaConf.to_container(OmegaConf.load(file))
-        for entry in config.get("defaults", []) if isinstance(config, dict) else []:
-            if isinstance(entry, str):
-                yield from entries(entry)
-            else:
-                yield from map(str, entry)
+        config = OmegaConf.create() if file is None else OmegaConf.load(file)
+        entries = config.get("defaults", []) if isinstance(config, DictConfig) else []
+        return any(has(entry) if isinstance(entry, str) else "oar" in entry for entry in entries)
 
-    return "oar" in entries(named.config_name.removesuffix(".yaml"))
+    return has((named.config_name or PRIMARY).removesuffix(".yaml"))
 
 
 def config_folder() -> Path:

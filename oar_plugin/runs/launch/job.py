@@ -158,7 +158,7 @@ def for_nodes(environment: Mapping[str, str], in_pods: bool = False) -> dict[str
 
 def template_values(config: DictConfig, recipe: Path, variant: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the values with which templates are filled. `recipe` is the recipe's folder on the nodes."""
-    nodes, gpus_per_node, _ = gpus_needed(config)
+    nodes, gpus_per_node = gpus_needed(config)
     checkpoints = str(config.trainer.default_local_dir)
     if nodes > 1 and not Path(checkpoints).is_absolute():
         reason = f"a relative path, but the recipe runs on {nodes} nodes, which must all see the folder to resume"
