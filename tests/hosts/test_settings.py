@@ -14,7 +14,7 @@ pytest.importorskip("verl")
 import verl
 from verl.models.transformers.dense_common import forward_with_torch_backend
 
-from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.config import LEFT, OarConfig, OarConfigError
 from oar_plugin.hosts.verl import settings
 from oar_plugin.hosts.verl.fsdp import fused_fault
 from oar_plugin.hosts.verl.hydra_conf import command_line, mentions_oar
@@ -214,6 +214,13 @@ def test_a_configuration_of_ones_own_takes_the_same_words(tmp_path):
     for name in files:
         one = settings_of("oar=published", "algorithm.oar.tau=0.3", name=name, folder=tmp_path)
         assert (one.tau, one.importance, one.probe, one.warmup_steps) == (0.3, "oar_g", "answer_mean", 20), name
+
+
+@pytest.mark.parametrize("setting", LEFT)
+def test_who_uses_what_left_reads_what_to_write_instead(setting):
+    word = setting if setting.startswith("oar=") else f"algorithm.oar.{setting}{'' if '=' in setting else '=0.3'}"
+    with pytest.raises((OarConfigError, SystemExit), match=r"left oar_plugin with version 0\.4\.0: "):
+        settings_of(ON, word)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from oar_plugin.config import PREFIX, OarConfigError, unknown_key
+from oar_plugin.config import PREFIX, OarConfigError, left, unknown_key
 from oar_plugin.hosts.verl.capabilities import host_folder
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
 
@@ -40,6 +40,8 @@ def mentions_oar(arguments: Sequence[str]) -> bool:
 def misspelt(arguments: Sequence[str]) -> str | None:
     """The fault in how a command line chooses a preset or names OAR's keys, and what to write; None: there is none."""
     for word in arguments:
+        if message := left(word):
+            return f"{word}: {message}"
         if word.startswith("+oar="):
             return f"{word}: presets are chosen without the plus sign; write {word[1:]}"
         key, equals, value = word.lstrip("+").partition("=")
