@@ -45,7 +45,7 @@ NIGHTLY = {
     "yi_1_5_34b_megatron": [
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
         "actor_rollout_ref.actor.megatron.context_parallel_size=2",
-        "oar=decision",
+        "oar=published",
     ],
 }
 """Recipes that are run here, with what overrides."""
