@@ -119,24 +119,22 @@ class Scores:
 class MicroBatchPass:
     """The gradient pass over one micro-batch.
 
-    `layout` says where its tokens are. None: `tap` will be told. `scores` collects the results, on the device of the layout;
-    `place_T` (int64, on the CPU) has the index in `scores` of each token of the micro-batch. By default the micro-batch gets
-    its own `Scores`. `reads_log_prob`: log-probs are read even if the importance does not need them.
+    `scores` collects the results, on the device of the layout; `place_T` (int64, on the CPU) has the index in `scores` of each
+    token of the micro-batch. By default the micro-batch gets its own `Scores`. `reads_log_prob`: log-probs are read even if the
+    importance does not need them. The constructor copies the indices that forwards and backwards need to the device.
     """
-
-    layout: Layout
-    scores: Scores
 
     def __init__(
         self,
         request: Request,
         packed: Packed,
-        layout: Layout | None = None,
+        layout: Layout,
         scores: Scores | None = None,
         place_T: Tensor | None = None,
         reads_log_prob: bool = False,
     ) -> None:
-        self.request, self.packed, self.importance = request, packed, request.importance_object
+        self.request, self.packed, self.layout = request, packed, layout
+        self.importance = request.importance_object
         self.reads = self.importance.reads | ({"log_prob"} if reads_log_prob else frozenset())
         # Entropies and log-probs need logits without noise. If no backward has noise and a backward starts from
         # reasoning rows, its forward computes these logits anyway. Otherwise the first forward (noise-free) does.
@@ -146,19 +144,8 @@ class MicroBatchPass:
         # Values from one forward that its backward or a later forward needs.
         self._noise_free_BV: Tensor | None = None  # pooled logits of the probe without noise
         self._scale: Tensor | None = None  # in fp16: factor of the scalar, by which its gradient is divided
-        self._placed = False
-        if layout is not None:
-            self._place(layout, scores, place_T)
-
-    def _place(self, layout: Layout, scores: Scores | None = None, place_T: Tensor | None = None) -> None:
-        """Copies the indices that forwards and backwards need to the device."""
-        self.layout, self._placed = layout, True
-        packed, request, num_tokens = self.packed, self.request, len(self.packed.token_T)
-        num_responses = len(packed.offsets) - 1
-        hidden = request.reads_hidden
-        if scores is None:
-            scores = Scores(self.importance, num_tokens, layout.device, hidden, self.reads)
-        self.scores = scores
+        num_tokens, num_responses, hidden = len(packed.token_T), len(packed.offsets) - 1, request.reads_hidden
+        self.scores = scores or Scores(self.importance, num_tokens, layout.device, hidden, self.reads)
         place_T = torch.arange(num_tokens) if place_T is None else place_T
         response_T, reasoning_T = packed.response_T, packed.reasoning_T
         seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
@@ -182,13 +169,8 @@ class MicroBatchPass:
         self._seen_N, self._seen_place_N, self._held_N, self._held_place_N, *self._noisy = of_tokens
         self._answer, self._reasoning = (AnswerRows(table_5N, num_responses) for table_5N in copied[-2:])
 
-    def tap(self, forward: Forward, layout: Layout | None = None) -> Tap:
-        """Returns the tap for `forward`. Each forward and its backward run before the tap of the next one is made.
-
-        `layout` counts at the first call, and only if the constructor was given none.
-        """
-        if not self._placed and layout is not None:
-            self._place(layout)
+    def tap(self, forward: Forward) -> Tap:
+        """Returns the tap for `forward`. Each forward and its backward run before the tap of the next one is made."""
         first = forward.draw == 0 and forward.backward == self._first
         reads, sees = self._read_first and first, self.request.reads_hidden and first
         backward = None if forward.backward is None else self.importance.backwards[forward.backward]

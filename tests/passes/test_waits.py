@@ -191,13 +191,12 @@ def test_verls_fsdp_engine_does_not_wait_around_a_forward_step(monkeypatch, mode
     monkeypatch.setattr(fsdp, "distributed", group)
 
     def scored(model):
-        engine = type("Engine", (OarFSDPMixin, Host), {"module": model})()
+        engine = type("Engine", (OarFSDPMixin, Host), {"module": model, "_marks": []})()
         tokens, segments = map(list, zip(*rows_of(), strict=True))
         with ModelTaps(model) as taps:
             micro_batch = {"input_ids": nested(tokens), SEQUENCE_SEGMENTS: nested(segments)}
-            return engine._score_micro_batch(micro_batch, request_of(name), taps)[0]["model_output"][
-                IMPORTANCE
-            ].values()
+            output = engine._score_micro_batch(micro_batch, request_of(name), taps)["model_output"]
+            return output[IMPORTANCE].values()
 
     with Pretended() as device:
         got = scored(models[1])
