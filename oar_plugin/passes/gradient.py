@@ -7,15 +7,12 @@
             taps.tap = micro_batch_pass.tap(forward)
             model(...)
 
-1. `MicroBatchPass.tap` returns a `Tap`, which tells the hooks on the model what to compute.
-2. The model runs. The hooks compute a scalar: the sum of some logits, each times a coefficient (`Importance.coefficients`).
-3. The backward, at the end of the `with` block, computes the gradient of the scalar at the input embeddings.
-   `Importance.score` turns this gradient into one score per token, which `Scores` stores.
+The tap tells the hooks on the model to compute a scalar: the sum of some logits, each times a coefficient. The backward, at
+the end of the `with` block, computes its gradient at the input embeddings, and `Importance.score` a score per token from it.
 
 After the last forward, the host sums `Scores` over the ranks that share the sequences. `importance_of_scores` then returns the
 importance per token. Megatron's schedules run forward and backward themselves, each forward for all micro-batches.
-`Packed` and `Layout` are on the CPU. Their indices go to the device in one copy before the first forward, and the scores come
-back in one copy after the last backward. In between, nothing here makes the CPU wait for the device.
+Between the constructor and `importance_of_scores`, nothing here makes the CPU wait for the device.
 """
 
 from collections.abc import Callable
@@ -71,11 +68,12 @@ class Packed:
 class Layout:
     """Where this rank holds the hidden states, embeddings and logits of a packed micro-batch. Its tensors are on the CPU."""
 
-    # int64, position of each token in this rank's flattened hidden states; -1 for tokens on other ranks
-    local_T: Tensor
-    # int64, position of each token in this rank's flattened embeddings; -1 for tokens on other ranks. It differs from `local_T`
-    # only under Megatron's sequence parallelism, which splits embeddings over more ranks than the last hidden states.
-    embedding_T: Tensor
+    local_T: (
+        Tensor  # int64, position of each token in this rank's flattened hidden states; -1 for tokens on other ranks
+    )
+    embedding_T: (
+        Tensor  # the same for embeddings; another one only under Megatron's sequence parallelism, which splits them
+    )
     num_embeddings: int  # number of embeddings on this rank, with padding
     device: torch.device = field(default=torch.device("cpu"))  # of hidden states, embeddings and logits
     vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of the logits on this rank
@@ -88,8 +86,7 @@ class Scores:
     """Results of this rank's forwards and backwards, float32, one value per packed token.
 
     `score_KT` has the scores from each of the importance's K backwards, summed over the draws of random signs or noise.
-    `entropy_T` is the entropy in nats of the distribution that the token was sampled from, and `log_prob_T` the token's
-    log-probability. Each is computed if it is in `Importance.reads`, at reasoning tokens. At all other tokens it is 0.
+    `entropy_T` and `log_prob_T` (`Parts`) are computed if they are read, at reasoning tokens. At all other tokens they are 0.
     `hidden_TP`: the projected hidden states of reasoning tokens and of the tokens before these, `[0, P]` if they are not read.
     """
 

@@ -74,8 +74,8 @@ def rounding(tensor: Tensor) -> float:
 def change(got_NV: Tensor, want_NV: Tensor, eps: float) -> str:
     """How the logits of rows change, relative to their spread; empty if rounding explains it.
 
-    In each of some 100 layers rounding adds about `eps / 2`, at random. A wrong position, mask or state changes the logits of a
-    trained model by 0.2 and more. The median over rows counts, because rounding may send single tokens to other experts.
+    A wrong position, mask or state changes the logits of a trained model by 0.2 and more. The median over rows counts, because
+    rounding may send single tokens to other experts.
     """
     got_NV, want_NV = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (got_NV, want_NV))
     got_NV, want_NV = (x.nan_to_num(0.0, 0.0, 0.0) for x in (got_NV, want_NV))

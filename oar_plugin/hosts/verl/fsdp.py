@@ -1,7 +1,6 @@
 """verl's FSDP and FSDP2 engines with importance: one forward for log-probs, entropy and importance.
 
-`importance_pass.py` chooses the rows and makes the fields of the result. This file runs masked copies, and runs
-`passes.gradient` on each micro-batch through verl's own `forward_step`, which makes a forward's inputs and runs the model.
+Masked copies, and `passes.gradient` through verl's own `forward_step`, which makes a forward's inputs and runs the model.
 """
 
 import contextlib
@@ -29,9 +28,6 @@ from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
 
 
 class OarFSDPMixin(ImportancePass):
-    """Importance for a verl FSDP engine. Put it before the engine in the list of bases."""
-
-    # Attributes of the host's engine.
     module: nn.Module
     use_remove_padding: bool
     use_ulysses_sp: bool
@@ -120,6 +116,7 @@ class OarFSDPMixin(ImportancePass):
     def _copies_importance(
         self, data: TensorDict, request: Request, segments: list[Tensor], scored_B: Tensor
     ) -> list[Tensor]:
+        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows outside of `scored_B`."""
         # The token budget of verl's log-prob pass.
         if self._is_dynamic(data):
             most = int(data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size)
@@ -151,10 +148,7 @@ class OarFSDPMixin(ImportancePass):
             return taps.tap
 
     def _local_positions(self, offsets: Tensor, width: int) -> Tensor:
-        """Each packed token's position in this rank's flattened inputs, int64 `[T]`; -1 where another rank has the token.
-
-        `offsets` are those of the micro-batch, on the CPU; `width` is the length of this rank's inputs.
-        """
+        """`Layout.local_T` of a micro-batch with these offsets, on the CPU; `width` is the length of this rank's inputs."""
         packed_T = torch.arange(int(offsets[-1]))
         if self.use_remove_padding:
             # Packed. Under Ulysses, each rank holds one slice of the pack. The last slice ends with the padding.

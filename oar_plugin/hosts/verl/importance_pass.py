@@ -1,14 +1,13 @@
 """The part of the importance pass that all of verl's engines share: choice of rows, micro-batches, failures, result fields.
 
-Each engine has a mixin, a subclass of `ImportancePass` that defines `_score`. The mixin changes `infer_batch` only for a batch
-with a request. Rows to score then run in `_score`: a forward with a graph, and a backward to the input embeddings. Other rows
-run in verl's own forward, without a graph.
+Each engine has a mixin, a subclass of `ImportancePass`, which changes `infer_batch` only for a batch with a request. Rows to
+score then run in `_score`: forwards with a graph, and backwards to the input embeddings. Other rows run in verl's own forward.
 """
 
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, distributed
+from torch.nn.functional import pad
 from verl.utils import device as host_device
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
@@ -62,7 +62,6 @@ def register_engines(mixin: type, host: type, *backends: str) -> None:
 class ImportancePass:
     """Mixin that adds importance to a verl engine. Put its subclass before the engine in the list of bases."""
 
-    # Attributes of the host's engine.
     engine_config: Any
     model_config: Any
     module: Any
@@ -81,16 +80,6 @@ class ImportancePass:
 
         Returns the output of verl's `infer_batch`, without log-probs if `request.importance_only`. The `model_output` also has
         nested `IMPORTANCE` (float32, one value per token of `input_ids`).
-        """
-        raise NotImplementedError
-
-    def _copies_importance(
-        self, data: TensorDict, request: Request, segments: list[Tensor], scored_B: Tensor
-    ) -> list[Tensor]:
-        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows outside of `scored_B`.
-
-        An engine without this method refuses importances with copies in `_check_supported`. For each row, `segments` has a
-        `Segment` per response token.
         """
         raise NotImplementedError
 
@@ -121,7 +110,10 @@ class ImportancePass:
             self._check_supported(data, request)
             self._checked |= {request.importance}
         segments, status_B = self._segments(data, request)
-        data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
+        pairs = zip(segments, data["input_ids"].offsets().diff().tolist(), strict=True)
+        data[SEQUENCE_SEGMENTS] = nested(
+            pad(row.long(), (total - len(row), 0), value=Segment.OUTSIDE) for row, total in pairs
+        )
 
         # Rows to score come first. An importance without a forward of its own has no scoring pass.
         order, num_ahead = torch.arange(len(status_B)), 0
@@ -146,7 +138,8 @@ class ImportancePass:
                 outputs.append(output)
                 place(importance, order[:num_ahead], output["model_output"][IMPORTANCE])
         if kind.copies and not (predicted and predicted.scoring.predicts):
-            importance = self._copies_importance(data, request, segments, score_B & (status_B == Status.SCORED))
+            scored_B = score_B & (status_B == Status.SCORED)
+            importance = self._copies_importance(data, request, segments, scored_B)  # type: ignore[attr-defined]
         if predicted is not None:  # what it predicts depends on the scores of this batch, those of copies too
             importance = predicted.learn(order, importance)
         if num_ahead < len(order) and not (request.importance_only and predicted is None):
@@ -274,14 +267,11 @@ class ImportancePass:
         return None
 
     def _is_dynamic(self, data: TensorDict) -> bool:
-        """Returns whether the size of micro-batches is limited in tokens (dynamic) rather than in rows."""
+        """Whether the size of micro-batches is limited in tokens rather than in rows."""
         return bool(tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True))
 
     def _most_at_once(self, data: TensorDict) -> tuple[str, int]:
-        """Name and value of the limit of the scoring pass's micro-batches: the smaller one of log-prob pass and actor update.
-
-        Both the update and the scoring pass keep activations for a backward.
-        """
+        """Name and value of the limit of micro-batches: the smaller one of log-prob pass and actor update."""
         name = "max_token_len_per_gpu" if self._is_dynamic(data) else "micro_batch_size_per_gpu"
         return name, min(most for most in (data[name], getattr(self.engine_config, name)) if most)
 
@@ -326,14 +316,6 @@ def response_rows(data: TensorDict, name: str) -> list[Tensor]:
         return list(field.unbind())
     length_B = data["attention_mask"][:, -field.shape[1] :].sum(-1)
     return [row[:length] for row, length in zip(field.unbind(), length_B.tolist(), strict=True)]
-
-
-def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
-    """Returns the segments of whole sequences, nested int64 like `input_ids`; prompt tokens are OUTSIDE."""
-    rows = [torch.full((len(row),), int(Segment.OUTSIDE)) for row in input_ids.unbind()]
-    for row, segment in zip(rows, segments, strict=True):
-        row[len(row) - len(segment) :] = segment
-    return nested(rows)
 
 
 def packed_of(data: TensorDict) -> Packed:

@@ -61,9 +61,6 @@ class _Schedules:
 
 
 class OarMegatronMixin(ImportancePass):
-    """Importance for verl's Megatron engine. Put it before the engine in the list of bases."""
-
-    # Attributes of the host's engine.
     module: list[nn.Module]
     tf_config: TransformerConfig
     forward_backward_batch: Callable[..., dict[str, Any]]
@@ -98,17 +95,21 @@ class OarMegatronMixin(ImportancePass):
                         data[_ROUTES] = self._recorded_routes(result)
             finally:
                 self._schedules = None
-        self._total_scores(scores)
+        if parallel_state.get_tensor_model_parallel_rank() > 0:
+            # Each tensor-parallel rank of the last stage has read all rows, and without sequence parallelism each has all
+            # embeddings: only the first rank's values count.
+            scores.reads_NT.zero_()
+            scores.hidden_TP.zero_()
+            if not get_model_config(self.module[0]).sequence_parallel:
+                scores.score_KT.zero_()
+        scores.total(self._sum_over_sharing_ranks)
         answer = output.setdefault("model_output", {})
         log_prob_T = self._log_probs_everywhere(answer.get("log_probs"), len(packed.token_T)) if hidden else None
         answer[IMPORTANCE] = self._field(request, packed, scores, data, log_prob_T)
         return output
 
     def _records_routes(self, data: TensorDict) -> bool:
-        """Whether verl records the experts of each token in this batch, for the update to use (mode R2).
-
-        verl records in a forward without a backward: the pass begins with one. Later forwards replay its routes.
-        """
+        """Whether verl records experts (mode R2), in a forward without a backward. Later forwards replay these routes."""
         replays = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
         return bool(replays) and self.engine_config.router_replay.mode == "R2" and data.get(_ROUTES, None) is None
 
@@ -186,8 +187,7 @@ class OarMegatronMixin(ImportancePass):
         return Layout(local_T, embedding_T, size, torch.device(get_device_id()), vocabulary, columns, total)
 
     def _local_positions(self, micro_batch: TensorDict) -> tuple[Tensor, int]:
-        """Each packed token's position in this rank's flattened hidden states `[s * b]` (before sequence parallelism), int64
-        `[T]`, -1 where another context-parallel rank holds the token; and s * b.
+        """`Layout.local_T`, and the length of this rank's flattened hidden states `[s * b]` (before sequence parallelism).
 
         It comes from verl's own packing of the numbers 1 .. T in place of token ids; 0 is verl's padding.
         """
@@ -212,16 +212,6 @@ class OarMegatronMixin(ImportancePass):
         if log_probs is not None and not any(groups):
             log_prob_T += log_probs.values().to(log_prob_T)
         return self._sum_over_sharing_ranks(log_prob_T)
-
-    def _total_scores(self, scores: Scores) -> None:
-        if parallel_state.get_tensor_model_parallel_rank() > 0:
-            # Each tensor-parallel rank of the last stage has read all rows, and without sequence parallelism each has all
-            # embeddings: only the first rank's values count.
-            scores.reads_NT.zero_()
-            scores.hidden_TP.zero_()
-            if not get_model_config(self.module[0]).sequence_parallel:
-                scores.score_KT.zero_()
-        scores.total(self._sum_over_sharing_ranks)
 
     def _sum_over_sharing_ranks(self, tensor: Tensor) -> Tensor:
         over_context = _all_reduced(parallel_state.get_context_parallel_group(), tensor)
