@@ -42,7 +42,7 @@ class AnswerRows:
 
 
 def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_responses: int, probe: Probe) -> AnswerRows:
-    """Finds the rows that a probe uses in a packed batch, and returns them in packed order.
+    """Finds the rows that a probe uses in a packed batch on the CPU, and returns them in packed order.
 
     `answer_T` (bool) is true at the answer tokens of responses to score; `response_T` (int64) has each token's response. The
     probe `last` uses only the first row of each response. The first token of a sequence has no row that predicts it.
@@ -51,13 +51,11 @@ def answer_rows(answer_T: Tensor, response_T: Tensor, token_T: Tensor, num_respo
     at_N = at_N[at_N > 0]
     at_N = at_N[response_T[at_N - 1] == response_T[at_N]]
     of_N = response_T[at_N]
-    first_N = torch.ones_like(of_N, dtype=torch.bool)
-    first_N[1:] = of_N[1:] != of_N[:-1]
-    index_N = torch.arange(len(at_N), device=at_N.device)
-    ordinal_N = index_N - torch.cummax(torch.where(first_N, index_N, 0), 0).values if len(at_N) else index_N
+    count_B = of_N.bincount(minlength=num_responses)
+    ordinal_N = torch.arange(len(at_N)) - (count_B.cumsum(0) - count_B)[of_N]
     if probe == "last":
-        at_N, of_N, ordinal_N = at_N[first_N], of_N[first_N], ordinal_N[first_N]
-    count_B = of_N.new_zeros(num_responses).index_add_(0, of_N, torch.ones_like(of_N))
+        first_N = ordinal_N == 0
+        at_N, of_N, ordinal_N, count_B = at_N[first_N], of_N[first_N], ordinal_N[first_N], count_B.clamp_max(1)
     return AnswerRows(torch.stack([at_N - 1, of_N, ordinal_N, token_T[at_N], count_B[of_N]]), num_responses)
 
 

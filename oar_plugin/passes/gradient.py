@@ -7,15 +7,12 @@
             taps.tap = micro_batch_pass.tap(forward)
             model(...)
 
-1. `MicroBatchPass.tap` returns a `Tap`, which tells the hooks on the model what to compute.
-2. The model runs. The hooks compute a scalar: the sum of some logits, each times a coefficient (`Importance.coefficients`).
-3. The backward, at the end of the `with` block, computes the gradient of the scalar at the input embeddings.
-   `Importance.score` turns this gradient into one score per token, which `Scores` stores.
+The tap tells the hooks on the model to compute a scalar: the sum of some logits, each times a coefficient. The backward, at
+the end of the `with` block, computes its gradient at the input embeddings, and `Importance.score` a score per token from it.
 
 After the last forward, the host sums `Scores` over the ranks that share the sequences. `importance_of_scores` then returns the
 importance per token. Megatron's schedules run forward and backward themselves, each forward for all micro-batches.
-`Packed` and `Layout` are on the CPU. Their indices go to the device in one copy before the first forward, and the scores come
-back in one copy after the last backward. In between, nothing here makes the CPU wait for the device.
+Between the constructor and `importance_of_scores`, nothing here makes the CPU wait for the device.
 """
 
 from collections.abc import Callable
@@ -71,11 +68,12 @@ class Packed:
 class Layout:
     """Where this rank holds the hidden states, embeddings and logits of a packed micro-batch. Its tensors are on the CPU."""
 
-    # int64, position of each token in this rank's flattened hidden states; -1 for tokens on other ranks
-    local_T: Tensor
-    # int64, position of each token in this rank's flattened embeddings; -1 for tokens on other ranks. It differs from `local_T`
-    # only under Megatron's sequence parallelism, which splits embeddings over more ranks than the last hidden states.
-    embedding_T: Tensor
+    local_T: (
+        Tensor  # int64, position of each token in this rank's flattened hidden states; -1 for tokens on other ranks
+    )
+    embedding_T: (
+        Tensor  # the same for embeddings; another one only under Megatron's sequence parallelism, which splits them
+    )
     num_embeddings: int  # number of embeddings on this rank, with padding
     device: torch.device = field(default=torch.device("cpu"))  # of hidden states, embeddings and logits
     vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of the logits on this rank
@@ -88,8 +86,7 @@ class Scores:
     """Results of this rank's forwards and backwards, float32, one value per packed token.
 
     `score_KT` has the scores from each of the importance's K backwards, summed over the draws of random signs or noise.
-    `entropy_T` is the entropy in nats of the distribution that the token was sampled from, and `log_prob_T` the token's
-    log-probability. Each is computed if it is in `Importance.reads`, at reasoning tokens. At all other tokens it is 0.
+    `entropy_T` and `log_prob_T` (`Parts`) are computed if they are read, at reasoning tokens. At all other tokens they are 0.
     `hidden_TP`: the projected hidden states of reasoning tokens and of the tokens before these, `[0, P]` if they are not read.
     """
 
@@ -119,24 +116,22 @@ class Scores:
 class MicroBatchPass:
     """The gradient pass over one micro-batch.
 
-    `layout` says where its tokens are. None: `tap` will be told. `scores` collects the results, on the device of the layout;
-    `place_T` (int64, on the CPU) has the index in `scores` of each token of the micro-batch. By default the micro-batch gets
-    its own `Scores`. `reads_log_prob`: log-probs are read even if the importance does not need them.
+    `scores` collects the results, on the device of the layout; `place_T` (int64, on the CPU) has the index in `scores` of each
+    token of the micro-batch. By default the micro-batch gets its own `Scores`. `reads_log_prob`: log-probs are read even if the
+    importance does not need them. The constructor copies the indices that forwards and backwards need to the device.
     """
-
-    layout: Layout
-    scores: Scores
 
     def __init__(
         self,
         request: Request,
         packed: Packed,
-        layout: Layout | None = None,
+        layout: Layout,
         scores: Scores | None = None,
         place_T: Tensor | None = None,
         reads_log_prob: bool = False,
     ) -> None:
-        self.request, self.packed, self.importance = request, packed, request.importance_object
+        self.request, self.packed, self.layout = request, packed, layout
+        self.importance = request.importance_object
         self.reads = self.importance.reads | ({"log_prob"} if reads_log_prob else frozenset())
         # Entropies and log-probs need logits without noise. If no backward has noise and a backward starts from
         # reasoning rows, its forward computes these logits anyway. Otherwise the first forward (noise-free) does.
@@ -146,19 +141,8 @@ class MicroBatchPass:
         # Values from one forward that its backward or a later forward needs.
         self._noise_free_BV: Tensor | None = None  # pooled logits of the probe without noise
         self._scale: Tensor | None = None  # in fp16: factor of the scalar, by which its gradient is divided
-        self._placed = False
-        if layout is not None:
-            self._place(layout, scores, place_T)
-
-    def _place(self, layout: Layout, scores: Scores | None = None, place_T: Tensor | None = None) -> None:
-        """Copies the indices that forwards and backwards need to the device."""
-        self.layout, self._placed = layout, True
-        packed, request, num_tokens = self.packed, self.request, len(self.packed.token_T)
-        num_responses = len(packed.offsets) - 1
-        hidden = request.reads_hidden
-        if scores is None:
-            scores = Scores(self.importance, num_tokens, layout.device, hidden, self.reads)
-        self.scores = scores
+        num_tokens, num_responses, hidden = len(packed.token_T), len(packed.offsets) - 1, request.reads_hidden
+        self.scores = scores or Scores(self.importance, num_tokens, layout.device, hidden, self.reads)
         place_T = torch.arange(num_tokens) if place_T is None else place_T
         response_T, reasoning_T = packed.response_T, packed.reasoning_T
         seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
@@ -182,13 +166,8 @@ class MicroBatchPass:
         self._seen_N, self._seen_place_N, self._held_N, self._held_place_N, *self._noisy = of_tokens
         self._answer, self._reasoning = (AnswerRows(table_5N, num_responses) for table_5N in copied[-2:])
 
-    def tap(self, forward: Forward, layout: Layout | None = None) -> Tap:
-        """Returns the tap for `forward`. Each forward and its backward run before the tap of the next one is made.
-
-        `layout` counts at the first call, and only if the constructor was given none.
-        """
-        if not self._placed and layout is not None:
-            self._place(layout)
+    def tap(self, forward: Forward) -> Tap:
+        """Returns the tap for `forward`. Each forward and its backward run before the tap of the next one is made."""
         first = forward.draw == 0 and forward.backward == self._first
         reads, sees = self._read_first and first, self.request.reads_hidden and first
         backward = None if forward.backward is None else self.importance.backwards[forward.backward]

@@ -1,8 +1,6 @@
 """Hooks on Megatron's model chunks that act on a `Tap`: the counterpart of `taps.py` for megatron-core.
 
-The leaf is the output of `GPTModel.embedding` on the first stage; the last stage projects rows, to `[N, V / TP]`. The pipeline
-schedule decides in which order micro-batches run, so the host sets the tap directly before each forward.
-
+The leaf is the output of `GPTModel.embedding` on the first stage; the last stage projects rows, to `[N, V / TP]`.
 Hidden states are `[s, b, H]`, flattened `[s * b, H]`; under sequence parallelism each tensor-parallel rank holds one
 contiguous slice of them. Ranks exchange rows (`N * H` numbers each way), not logits.
 """

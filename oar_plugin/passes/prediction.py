@@ -1,10 +1,8 @@
 """Importance that is predicted from hidden states: `algorithm.oar.amortize`.
 
 A `Predictor` belongs to a run. In each step it says which responses are scored (`chosen`). It learns their scores (`learn`,
-then `end_step`), and predicts those of the others (`predict`), which run through the model without a graph.
-
-A state holds no token, and every rank has the same one. A resumed run begins with a new one: its first step scores more
-responses, as the first step of a run does.
+then `end_step`), and predicts those of the others (`predict`), which run through the model without a graph. It holds no token,
+and every rank has the same one. A resumed run begins with a new one: its first step scores more responses, as that of a run.
 """
 
 from collections.abc import Callable
@@ -51,7 +49,11 @@ class Features:
         self._own_N, self._before_N = to_device(device, at_N, at_N - 1)
         self._doubt_T, log_prob_T = self._hidden_TP.new_zeros(len(reasoning_T)), log_prob_T.to(device, torch.float32)
         self._doubt_T[self._own_N] = -torch.expm1(log_prob_T[self._own_N])
-        self._position_N = _positions(self.response_N, len(packed.offsets) - 1).to(device)
+        # Position of each reasoning token among those of its response, from -1 to 1; 0 for a single one.
+        size_B = self.response_N.bincount(minlength=len(packed.offsets) - 1)
+        index_N = torch.arange(len(at_N)) - (size_B.cumsum(0) - size_B)[self.response_N]
+        last_N = size_B[self.response_N] - 1
+        self._position_N = torch.where(last_N > 0, 2 * index_N / last_N.clamp_min(1) - 1, 0.0).float().to(device)
 
     def chunks(self) -> list[slice]:
         """Parts of the N tokens, whose features are made one after the other."""
@@ -166,15 +168,6 @@ def agreement(predicted_R: Tensor, score_R: Tensor) -> tuple[float, float]:
     place_2R -= (size - 1) / 2
     correlation = (place_2R[0] * place_2R[1]).sum() / place_2R[0].square().sum()
     return len(top[0] & top[1]) / count, correlation.item()
-
-
-def _positions(response_N: Tensor, count: int) -> Tensor:
-    """Position of each reasoning token among those of its response, float32 `[N]`, from -1 to 1; 0 for a single one."""
-    size_B = response_N.bincount(minlength=count)
-    first_B = size_B.cumsum(0) - size_B
-    index_N = torch.arange(len(response_N)) - first_B[response_N]
-    last_N = size_B[response_N] - 1
-    return torch.where(last_N > 0, 2 * index_N / last_N.clamp_min(1) - 1, 0.0).float()
 
 
 def predictor_of(config: OarConfig) -> Predictor | None:

@@ -137,10 +137,7 @@ class Taps(ExitStack):
                 self.callback(parameter.requires_grad_, True)
 
     def change(self, thing: Any, name: str, value: Any) -> None:
-        """Sets an attribute until the exit. It never changes an attribute of the thing's class.
-
-        Some code recomputes activations in train mode only: `training` puts a module into it, without its children.
-        """
+        """Sets an attribute of the thing, never of its class, until the exit: `training` without a module's children."""
         if name in vars(thing):
             self.callback(setattr, thing, name, vars(thing)[name])
         else:
@@ -154,11 +151,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def check_model(module: nn.Module) -> None:
-    """Raises UnsupportedModelError if `ModelTaps` does not work with this model.
-
-    It has no input or output embeddings to hook, returns tuples, or has virtual tokens before its own (PEFT's prompt and prefix
-    tuning), which shift the rows of hidden states.
-    """
+    """UnsupportedModelError: it has no embeddings to hook, returns tuples, or has virtual tokens, which shift its rows."""
     model = unwrapped(module)
     if getattr(getattr(model, "config", None), "return_dict", True) is False:
         raise UnsupportedModelError("return_dict=False in the model's config: OAR reads outputs by name; allowed: True")
@@ -204,15 +197,11 @@ class Projection:
 
 
 class ModelTaps(Taps):
-    """`Taps` of a HuggingFace causal LM. `passes/gradient.py` begins with an example.
+    """`Taps` of a HuggingFace causal LM, with frozen parameters inside `with`. `passes/gradient.py` begins with an example.
 
-    Inside `with`, parameters are frozen: a backward computes no weight gradient and changes no `.grad`. With
-    `checkpoint_activations`, it recomputes the layers' activations. `fused`: the model's forward takes the projection's weight
-    and does not call the projection (verl's fused kernels).
-
-    Raises:
-        UnsupportedModelError: see `check_model`.
-        RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
+    With `checkpoint_activations`, a backward recomputes the layers' activations. `fused`: the model's forward takes the
+    projection's weight and does not call the projection (verl's fused kernels).
+    UnsupportedModelError: see `check_model`. RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
     """
 
     def __init__(self, module: nn.Module, checkpoint_activations: bool = False, fused: bool = False) -> None:

@@ -54,11 +54,6 @@ def seed_of(ids, seed):
     return response_seeds(ids, torch.zeros_like(ids), 1, seed)
 
 
-def assert_independent(sign_NV):
-    size = sign_NV.shape[1]
-    assert (sign_NV @ sign_NV.T / size).fill_diagonal_(0).abs().max() < 6 / size**0.5
-
-
 def test_a_response_has_the_same_seed_alone_and_in_a_batch():
     second = torch.tensor([7, 6, 5, 5])
     together = response_seeds(torch.cat([IDS, second]), torch.tensor([0, 0, 0, 1, 1, 1, 1]), 2, seed=3)
@@ -66,19 +61,8 @@ def test_a_response_has_the_same_seed_alone_and_in_a_batch():
     assert len(together.unique()) == 2
 
 
-def test_order_of_tokens_seeds_places_and_draws_matter_and_the_global_random_state_does_not():
+def test_the_global_random_state_does_not_matter():
     before = torch.get_rng_state()
-    assert len({int(seed_of(ids, seed)) for ids in (IDS, IDS.flip(0)) for seed in (0, 1)}) == 4
-    seeds = torch.cat([position_seeds(torch.tensor([11, 11]), torch.tensor([0, 1]), draw) for draw in range(3)])
-    assert len(seeds.unique()) == 6
     for draw in (gaussian, uniform, gumbel, lambda seed, size: signs(seed, 0, size)):
-        assert torch.equal(draw(seeds, 10), draw(seeds, 10))
+        assert torch.equal(draw(IDS, 10), draw(IDS, 10))
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_steps_have_seeds_of_their_own_so_a_response_seen_again_gets_other_signs():
-    seeds = {step_seed(seed, step) for seed in (0, 1, 2**31 - 1) for step in range(1, 2001)}
-    assert len(seeds) == 6000
-    assert all(0 <= seed < 2**31 for seed in seeds)
-    of_steps = [step_seed(seed, step) for seed, step in ((0, 1), (0, 2), (0, 3), (1, 1))]
-    assert_independent(torch.cat([signs(seed_of(IDS, seed), 0, 640) for seed in of_steps]))

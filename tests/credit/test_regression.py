@@ -67,9 +67,6 @@ def test_projected_states_do_not_depend_on_scale_or_autocast(dtype):
     assert once.std().item() == pytest.approx(1, abs=0.1)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(projected(4 * hidden_NH), once)
-    # Distances survive: 256 random signs.
-    apart = torch.cdist(*2 * [torch.nn.functional.normalize(hidden_NH.float(), dim=-1)])
-    assert (torch.cdist(once, once) / COLUMNS**0.5 - apart).abs().max() < 0.35
 
 
 def test_features_end_with_one_which_counts_tokens():

@@ -73,14 +73,11 @@ def test_coefficients(logits, coefficients, limits):
     torch.testing.assert_close(torch.cat(got, 1), want, **limits)
 
 
-some_banned = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "banned",
     [[], [1, 2, 98], list(range(64)), [column for column in range(SIZE) if column != 70]],
     ids=["none", "some", "a whole shard", "all but one"],
 )
-
-
-@some_banned
 def test_where_logits_are_minus_infinity(logits, banned):
     """Banned tokens add nothing to an entropy, and their log-probability is -inf."""
     logits[:, banned] = -math.inf

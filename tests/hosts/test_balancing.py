@@ -99,7 +99,7 @@ class Engine(ImportancePass, Host):
     """An engine whose maximum over ranks is given."""
 
     def __init__(self, largest, most=8, divisor=1):
-        self.largest, self.divisor = largest, divisor
+        self.largest, self.divisor, self._marks = largest, divisor, []
         self.engine_config = SimpleNamespace(micro_batch_size_per_gpu=most, max_token_len_per_gpu=100)
 
     def max_over_ranks(self, count):

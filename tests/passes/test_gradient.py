@@ -145,25 +145,6 @@ def test_each_backward_of_several_is_what_it_is_alone(model):
         torch.testing.assert_close(scores.score_KT[number], alone.score_KT[0])
 
 
-def test_a_host_runs_forwards_under_a_tap_of_their_own_with_a_graph_only_for_a_backward(model):
-    batch, seen = padded(rows_of()), []
-    one = MicroBatchPass(request_of("oar_g", num_draws=2), *packed_rows(*batch))
-    with ModelTaps(model) as taps:
-        for forward in one.importance.forwards(2):
-            with taps.running(forward):
-                taps.tap = one.tap(forward)
-                seen.append((forward.backward, torch.is_grad_enabled(), taps.tap))
-                model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)
-            assert taps.tap is None
-        assert [(backward, graph) for backward, graph, _ in seen] == [(None, False), (0, True), (0, True)]
-        assert len({id(tap) for *_, tap in seen}) == 3
-        with pytest.raises(AssertionError, match="without a tap"), taps.running(forward):
-            pass
-        with pytest.raises(ZeroDivisionError), taps.running(forward):
-            taps.tap = 1 / 0
-        assert taps.tap is None
-
-
 @pytest.mark.parametrize("kind", ["fisher", "oar_g", TWO, NoisySurprise])
 def test_every_draw_of_every_backward_is_another_one(model, kind):
     first, both = (measure(model, kind, num_draws=draws) for draws in (1, 2))
@@ -185,15 +166,6 @@ def test_a_linear_projection_is_gone_back_through_once_per_response(model, monke
 
 
 # ---- many micro-batches, many ranks, many responses
-
-
-def test_scores_are_summed_over_ranks_in_one_call_and_keep_their_places():
-    scores, calls = Scores(Reads(), 4, CPU), []
-    scores.score_KT[0], scores.entropy_T[:], scores.log_prob_T[:] = 1.0, 2.0, 3.0
-    scores.total(lambda vector: calls.append(vector.shape) or 2 * vector)
-    assert calls == [(12,)]
-    for values, want in ((scores.score_KT, 2), (scores.entropy_T, 4), (scores.log_prob_T, 6), (scores.reads_NT[0], 4)):
-        assert (values == want).all()
 
 
 @pytest.mark.parametrize(("name", "field", "want"), [("fisher", "score_KT", 2.0), ("entropy", "entropy_T", 8.0)])

@@ -67,17 +67,12 @@ def test_any_grouping_and_order_gives_what_single_copies_give(monkeypatch, candi
     """A model without a plain cache gets whole copies, another one only what follows their first masked token. A chunk has
     logits of a part of an answer, or of several answers."""
     monkeypatch.setattr(masked_copies, "CHUNK", chunk)
-    whole = kind is MistralConfig
-    model = random_model(kind, initializer_range=0.3, **({"sliding_window": 16} if whole else {})).double()
+    window = {"sliding_window": 16} if kind is MistralConfig else {}
+    model = random_model(kind, initializer_range=0.3, **window).double()
     want = one_by_one(model, candidate, UNITS, probe)
     copies = copies_of(model, max_tokens, probe)
     assert copies.run(candidate, UNITS) == pytest.approx(want, rel=1e-9)
     assert copies.run(candidate, UNITS[::-1]) == pytest.approx(want[::-1], rel=1e-9)
-    copies.tokens = 0
-    copies.run(candidate, [(10,), (40,)])
-    length = 55 if probe == "last" else 59
-    if whole or max_tokens == 1:
-        assert copies.tokens == (3 * length if whole else length + (length - 17) + (length - 47))
 
 
 class Renamed(LlamaForCausalLM):
@@ -112,15 +107,6 @@ def calls(llama):
     handle.remove()
 
 
-@pytest.mark.parametrize("max_tokens", [1, 60, 130, 10_000])
-def test_forwards_are_counted_before_they_are_made(llama, candidate, calls, max_tokens):
-    copies = copies_of(llama, max_tokens)
-    copies.run(candidate, UNITS)
-    assert len(calls) == copies.forwards([(candidate, UNITS)])
-    copies.idle()
-    assert len(calls) == copies.forwards([(candidate, UNITS)]) + 1
-
-
 @pytest.mark.parametrize(("max_tokens", "chunk"), [(1, 3), (10_000, 256)])
 def test_sampled_replacements_come_from_the_models_own_prediction(monkeypatch, llama, candidate, max_tokens, chunk):
     monkeypatch.setattr(rows, "CHUNK", chunk)
@@ -153,13 +139,6 @@ def made(prompt, **lengths):
 RESPONSES = {3: made(5, REASONING=30, CONCLUDE=2, ANSWER=3, AFTER=4), 8: made(7, REASONING=12, CONCLUDE=1, ANSWER=1)}
 
 
-def test_a_candidate_ends_with_its_answer():
-    token_T, segments_L = RESPONSES[3]
-    candidate = Candidate.of(token_T, segments_L)
-    assert torch.equal(candidate.token_T, token_T[: 5 + 35])
-    assert (candidate.prompt_length, candidate.answer_start) == (5, 5 + 32)
-
-
 @pytest.mark.parametrize("max_tokens", [1, 10_000])
 @pytest.mark.parametrize("span", [1, 4])
 def test_importance_equals_single_copies(llama, span, max_tokens):
@@ -176,8 +155,8 @@ def test_importance_equals_single_copies(llama, span, max_tokens):
         assert (got[row] >= 0).all()
 
 
-@pytest.mark.parametrize("mine", [{}, {8}, {3, 8}])
-def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, mine):
+@pytest.mark.parametrize(("mine", "max_tokens"), [({}, 1), ({8}, 1), ({3, 8}, 1), ({3, 8}, 60), ({3, 8}, 10_000)])
+def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, mine, max_tokens):
     """Under FSDP: a process without responses idles, and idling changes no number."""
     most, asked = 40, []
 
@@ -186,7 +165,7 @@ def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, mine)
         return most
 
     wanted = {row: RESPONSES[row] for row in mine}
-    copies = copies_of(llama, 1)
+    copies = copies_of(llama, max_tokens)
     alone = copies.importance(wanted, int)
     calls.clear()
     got = copies.importance(wanted, max_over_ranks)

@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.noise import signs
 from oar_plugin.passes import masked_copies, rows
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed
 from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
@@ -91,10 +90,3 @@ def test_masked_copies_of_a_response_of_any_length_take_a_few_chunks(monkeypatch
     short, long = most(8 * CHUNK), most(16 * CHUNK)
     assert long < (12 if drawn else 5) * FLOAT32
     assert long < 1.1 * short
-
-
-def test_signs_take_little_more_than_what_is_returned():
-    with Counted() as memory:
-        sign_NV = signs(torch.arange(CHUNK), 0, VOCABULARY)
-    assert memory.largest == sign_NV.nbytes
-    assert memory.most < 1.6 * sign_NV.nbytes

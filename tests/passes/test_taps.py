@@ -93,17 +93,6 @@ def test_noise_moves_the_forward_but_not_the_leaf(model, receiver):
             assert torch.equal(reader.delivered[0][1], clean)
 
 
-def test_without_a_tap_or_its_scalar_and_receiver_there_is_no_graph_and_the_logits_are_the_models_own(model, logits):
-    with ModelTaps(model) as taps:
-        assert torch.equal(model(input_ids=IDS).logits, logits)
-        reader = Reader(scalar=lambda logits_NV: None, rows_only=False, receive=None)
-        torch.testing.assert_close(reader.run(model, taps).logits, logits)
-        assert reader.tap.scalar is None
-        assert not reader.logits_NV.requires_grad
-        taps.tap = None
-        assert torch.equal(model(input_ids=IDS).logits, logits)
-
-
 def test_only_the_first_embedding_of_a_forward_is_the_leaf(model):
     """A model may embed something else on the way: prompts of an adapter, say."""
     layer, embed = model.model.layers[0], model.get_input_embeddings()

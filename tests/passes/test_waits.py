@@ -191,36 +191,18 @@ def test_verls_fsdp_engine_does_not_wait_around_a_forward_step(monkeypatch, mode
     monkeypatch.setattr(fsdp, "distributed", group)
 
     def scored(model):
-        engine = type("Engine", (OarFSDPMixin, Host), {"module": model})()
+        engine = type("Engine", (OarFSDPMixin, Host), {"module": model, "_marks": []})()
         tokens, segments = map(list, zip(*rows_of(), strict=True))
         with ModelTaps(model) as taps:
             micro_batch = {"input_ids": nested(tokens), SEQUENCE_SEGMENTS: nested(segments)}
-            return engine._score_micro_batch(micro_batch, request_of(name), taps)[0]["model_output"][
-                IMPORTANCE
-            ].values()
+            output = engine._score_micro_batch(micro_batch, request_of(name), taps)["model_output"]
+            return output[IMPORTANCE].values()
 
     with Pretended() as device:
         got = scored(models[1])
     assert_close(got, scored(models[0]))
     assert_no_wait(device.events)
     assert bool(group.all_reduce.mock_calls) == ulysses
-
-
-def test_megatrons_rows_are_taken_without_a_wait():
-    """Of a tensor-parallel rank's slice of the hidden states, with their gradient; this rank holds positions 8 to 15."""
-    pytest.importorskip("megatron.core")
-    from oar_plugin.passes import megatron_taps as megatron
-
-    hidden_TH, position_N, alone = torch.arange(24.0).view(8, 3), torch.tensor([1, 9, 15, 4]), lambda x, group: x
-    state = mock.Mock(get_tensor_model_parallel_rank=lambda: 1)
-    names = ("reduce_from_tensor_model_parallel_region", "copy_to_tensor_model_parallel_region")
-    with mock.patch.multiple(megatron, parallel_state=state, **dict.fromkeys(names, alone)), Pretended() as device:
-        leaf_TH = There(hidden_TH).requires_grad_(True)
-        rows_NH = megatron.MegatronTaps._rows(leaf_TH, *to_device(DEVICE, position_N), True)
-        rows_NH.sum().backward()
-    assert {*device.events} <= {"kernel", "copy"}
-    assert torch.equal(rows_NH.detach().held, hidden_TH[[0, 1, 7, 0]] * torch.tensor([[0], [1], [1], [0]]))
-    assert leaf_TH.grad.held[:, 0].tolist() == [0, 1, 0, 0, 0, 0, 0, 1]
 
 
 def test_waits_and_mixes_are_noticed():

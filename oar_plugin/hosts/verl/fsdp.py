@@ -1,7 +1,6 @@
 """verl's FSDP and FSDP2 engines with importance: one forward for log-probs, entropy and importance.
 
-`importance_pass.py` chooses the rows and makes the fields of the result. This file runs masked copies, and runs
-`passes.gradient` on each micro-batch through verl's own `forward_step`, which makes a forward's inputs and runs the model.
+Masked copies, and `passes.gradient` through verl's own `forward_step`, which makes a forward's inputs and runs the model.
 """
 
 import contextlib
@@ -19,16 +18,8 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
-from oar_plugin.credit.importance import named
-from oar_plugin.hosts.verl.importance_pass import (
-    ROW,
-    ImportancePass,
-    Mark,
-    mark,
-    packed_of,
-    register_engines,
-    seconds_between,
-)
+from oar_plugin.credit.importance import Forward, named
+from oar_plugin.hosts.verl.importance_pass import ROW, ImportancePass, packed_of, register_engines
 from oar_plugin.passes.gradient import Layout, MicroBatchPass
 from oar_plugin.passes.masked_copies import MaskedCopies, Reduce, Result
 from oar_plugin.passes.request import IMPORTANCE, Request, nested
@@ -37,9 +28,6 @@ from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
 
 
 class OarFSDPMixin(ImportancePass):
-    """Importance for a verl FSDP engine. Put it before the engine in the list of bases."""
-
-    # Attributes of the host's engine.
     module: nn.Module
     use_remove_padding: bool
     use_ulysses_sp: bool
@@ -48,14 +36,13 @@ class OarFSDPMixin(ImportancePass):
 
     # Set only during OAR's forwards: see `_tapping`.
     _tapped: tuple[ModelTaps, Tensor, Callable[[Layout], Tap]] | None = None
-    _backward: tuple[Mark, Mark]  # begin and end of the last one
 
     @property
     def _fused(self) -> bool:
         """Whether verl's forward ends in kernels that give log-probs and entropies, and no logits."""
         return bool(self.model_config.use_fused_kernels)
 
-    def _score(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float]:
+    def _score(self, data: TensorDict, request: Request) -> dict[str, Any]:
         data[ROW] = torch.arange(len(data))
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size)
         group = self.get_data_parallel_group()  # type: ignore[attr-defined]
@@ -63,29 +50,29 @@ class OarFSDPMixin(ImportancePass):
         # verl's activation offload works only in training. This pass recomputes these activations instead.
         checkpoint = self.model_config.enable_gradient_checkpointing or self.model_config.enable_activation_offload
         with ModelTaps(self.module, checkpoint, self._fused) as taps:
-            scored = [self._score_micro_batch(micro_batch, request, taps) for micro_batch in micro_batches]
-        outputs, seconds = zip(*scored, strict=True)
-        return postprocess_batch_func(output_lst=list(outputs), indices=indices, data=data), sum(seconds)
+            outputs = [self._score_micro_batch(micro_batch, request, taps) for micro_batch in micro_batches]
+        return postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
 
-    def _score_micro_batch(
-        self, micro_batch: TensorDict, request: Request, taps: ModelTaps
-    ) -> tuple[dict[str, Any], float]:
-        """`_score` of one micro-batch."""
-        started, packed = mark(), packed_of(micro_batch)
-        backward = self._backward = started, started
+    def _score_micro_batch(self, micro_batch: TensorDict, request: Request, taps: ModelTaps) -> dict[str, Any]:
+        packed, passes = packed_of(micro_batch), list[MicroBatchPass]()
         output: dict[str, Any] = {"model_output": {}, "loss": 0.0, "metrics": {}}
-        micro_batch_pass = MicroBatchPass(request, packed)
+
+        def tap_at(forward: Forward, layout: Layout) -> Tap:
+            if not passes:  # the first forward tells the layout
+                passes.append(MicroBatchPass(request, packed, layout))
+            return passes[0].tap(forward)
+
         for forward in request.forwards():
-            tapped = self._tapping(taps, packed.offsets, partial(micro_batch_pass.tap, forward))
-            with tapped, taps.running(forward):
+            tapped = self._tapping(taps, packed.offsets, partial(tap_at, forward))
+            with tapped, taps.running(forward), self._switching(forward.log_probs):
                 _, of_forward = self.forward_step(micro_batch, loss_function=None, forward_only=True)  # type: ignore[attr-defined]
-                if forward.log_probs:  # the host makes this forward anyway; importance costs the rest
-                    output, started, backward = of_forward, mark(), self._backward
-        micro_batch_pass.scores.total(self._sum_over_sharing_ranks)
-        log_probs = output["model_output"].get("log_probs")
+                if forward.log_probs:
+                    output = of_forward
+        scores, log_probs = passes[0].scores, output["model_output"].get("log_probs")
+        scores.total(self._sum_over_sharing_ranks)
         given = micro_batch, None if log_probs is None else log_probs.values()
-        output["model_output"][IMPORTANCE] = self._field(request, packed, micro_batch_pass.scores, *given)
-        return output, seconds_between(started, mark()) + seconds_between(*backward)
+        output["model_output"][IMPORTANCE] = self._field(request, packed, scores, *given)
+        return output
 
     @contextlib.contextmanager
     def _tapping(self, taps: ModelTaps, offsets: Tensor, tap_at: Callable[[Layout], Tap]) -> Iterator[None]:
@@ -118,21 +105,18 @@ class OarFSDPMixin(ImportancePass):
         (docs/evidence/gpu.md).
         """
         if self._tapped is not None and (taps := self._tapped[0]).tap is not None:
-            begin, only = mark(), taps.tap.rows_only or isinstance(taps.tap, Reading)
-            with torch.autocast(get_device_name(), enabled=False):
+            only = taps.tap.rows_only or isinstance(taps.tap, Reading)
+            with torch.autocast(get_device_name(), enabled=False), self._switching(not only):
                 taps.backward()
-            self._backward = begin, mark()
             if only:
                 return {}
         host: Callable[..., Any] = super().prepare_model_outputs  # type: ignore[misc]
         return host(output, output_args, micro_batch, logits_processor_func)
 
-    def _reset_after_abort(self) -> Callable[[], object] | None:
-        return getattr(self.module, "reset_iter_state", None)  # FSDP2 has this method since torch 2.13; FSDP1 does not
-
     def _copies_importance(
         self, data: TensorDict, request: Request, segments: list[Tensor], scored_B: Tensor
     ) -> list[Tensor]:
+        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows outside of `scored_B`."""
         # The token budget of verl's log-prob pass.
         if self._is_dynamic(data):
             most = int(data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size)
@@ -164,10 +148,7 @@ class OarFSDPMixin(ImportancePass):
             return taps.tap
 
     def _local_positions(self, offsets: Tensor, width: int) -> Tensor:
-        """Each packed token's position in this rank's flattened inputs, int64 `[T]`; -1 where another rank has the token.
-
-        `offsets` are those of the micro-batch, on the CPU; `width` is the length of this rank's inputs.
-        """
+        """`Layout.local_T` of a micro-batch with these offsets, on the CPU; `width` is the length of this rank's inputs."""
         packed_T = torch.arange(int(offsets[-1]))
         if self.use_remove_padding:
             # Packed. Under Ulysses, each rank holds one slice of the pack. The last slice ends with the padding.
@@ -199,20 +180,19 @@ class OarFSDPMixin(ImportancePass):
                 "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
             )
 
-        # The first row of text, and the first with images; some processors give text the types of its tokens. The trial runs on
-        # what every rank has: ranks must run equal forwards, and verl cannot run some of these models without an image.
+        # The first row of text; some processors give text the types of its tokens. If a rank has none, all ranks try their
+        # first row as it is: ranks must run equal forwards, and verl cannot run some of these models without an image.
         inputs, rows = tu.get(data, "multi_modal_inputs", [{}] * len(data)), data["input_ids"].unbind()
         has_images = [any("token_type_ids" not in name for name in one or {}) for one in inputs]
-        text, image = ([*has_images, wanted].index(wanted) for wanted in (False, True))
-        lacks_text, lacks_image = (bool(self.max_over_ranks(int(row == len(rows)))) for row in (text, image))
+        text = [*has_images, False].index(False)
+        images_alone = self.max_over_ranks(int(text == len(rows)))
 
-        def read(sequences: list[Tensor]) -> list[Reading]:
-            trials = [] if lacks_text else [self.read(like_row(data, text, sequences))]
-            if lacks_text or not lacks_image:
-                # Images need all of their tokens. Only the first logits are compared, because a row may be long.
-                row = tu.index_select_tensor_dict(data, torch.tensor([image % len(rows)]))
-                trials.append(self.read(row, torch.arange(min(TOKENS, row["input_ids"].values().numel()))))
-            return trials
+        def read(sequences: list[Tensor]) -> Reading:
+            if not images_alone:
+                return self.read(like_row(data, text, sequences))
+            # Images need all of their tokens. Only the first logits are compared, because a row may be long.
+            first = tu.index_select_tensor_dict(data, torch.tensor([0]))
+            return self.read(first, torch.arange(min(TOKENS, len(rows[0]))))
 
         check_by_trial(self.module, request, rows[text % len(rows)], read, self.max_over_ranks)
 
@@ -260,8 +240,5 @@ def like_row(data: TensorDict, row: int, sequences: Sequence[Tensor]) -> TensorD
     return micro_batch
 
 
-def register() -> None:
-    register_engines(OarFSDPMixin, FSDPEngineWithLMHead, "fsdp", "fsdp2")
-
-
+register = partial(register_engines, OarFSDPMixin, FSDPEngineWithLMHead, "fsdp", "fsdp2")
 register()  # at import, like verl's own decorators: either `plugin`'s hook or a program imports this module first

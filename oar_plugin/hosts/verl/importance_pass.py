@@ -1,14 +1,14 @@
 """The part of the importance pass that all of verl's engines share: choice of rows, micro-batches, failures, result fields.
 
-Each engine has a mixin, a subclass of `ImportancePass` that defines `_score`. The mixin changes `infer_batch` only for a batch
-with a request. Rows to score then run in `_score`: a forward with a graph, and a backward to the input embeddings. Other rows
-run in verl's own forward, without a graph.
+Each engine has a mixin, a subclass of `ImportancePass`, which changes `infer_batch` only for a batch with a request. Rows to
+score then run in `_score`: forwards with a graph, and backwards to the input embeddings. Other rows run in verl's own forward.
 """
 
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor, distributed
+from torch.nn.functional import pad
 from verl.utils import device as host_device
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name, get_torch_device
@@ -37,9 +38,6 @@ from oar_plugin.passes.tokens import TokenBytes
 
 ROW = "oar_row"  # int64 [B]: dynamic batching reorders the rows
 SEQUENCE_SEGMENTS = "oar_sequence_segments"  # int64, one per token of prompt and response; OUTSIDE in rows not scored
-
-Mark = Any
-"""A moment of the device's stream (`mark`): an event, or seconds on a CPU."""
 
 
 def register_engines(mixin: type, host: type, *backends: str) -> None:
@@ -64,40 +62,26 @@ def register_engines(mixin: type, host: type, *backends: str) -> None:
 class ImportancePass:
     """Mixin that adds importance to a verl engine. Put its subclass before the engine in the list of bases."""
 
-    # Attributes of the host's engine.
     engine_config: Any
     model_config: Any
+    module: Any
 
     _predictor: Predictor | None = None  # of the run; a resumed run begins with a new one
     _predicted: PredictedBatch | None = None  # the batch, if its importance is predicted
     _checked: frozenset[str] = frozenset()  # names of importances that `_check_supported` has accepted
+    _marks: list[Any]  # see `_switching`
 
     def _check_supported(self, data: TensorDict, request: Request) -> None:
         """Raises UnsupportedModelError if this engine cannot compute the importance with its model. `data`: the first batch."""
         raise NotImplementedError
 
-    def _score(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float]:
+    def _score(self, data: TensorDict, request: Request) -> dict[str, Any]:
         """Run forwards with a graph, and backwards to the embeddings, for every row of `data`.
 
-        Returns the output of verl's `infer_batch`, without log-probs if `request.importance_only`, and the seconds that
-        importance took, without those of the forward that log-probs need anyway. The `model_output` also has nested
-        `IMPORTANCE` (float32, one value per token of `input_ids`).
+        Returns the output of verl's `infer_batch`, without log-probs if `request.importance_only`. The `model_output` also has
+        nested `IMPORTANCE` (float32, one value per token of `input_ids`).
         """
         raise NotImplementedError
-
-    def _copies_importance(
-        self, data: TensorDict, request: Request, segments: list[Tensor], scored_B: Tensor
-    ) -> list[Tensor]:
-        """Importance per row from masked copies, float32 `[L_i]`; zeros in rows outside of `scored_B`.
-
-        An engine without this method refuses importances with copies in `_check_supported`. For each row, `segments` has a
-        `Segment` per response token.
-        """
-        raise NotImplementedError
-
-    def _reset_after_abort(self) -> Callable[[], object] | None:
-        """Returns a function that resets the engine after an aborted pass; None if the engine cannot be reset."""
-        return None
 
     def _sum_over_sharing_ranks(self, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks that hold the same rows. It may overwrite its argument."""
@@ -120,53 +104,49 @@ class ImportancePass:
         values = tu.pop(data, key=REQUEST, default=None)
         if values is None:
             return super().infer_batch(data, loss_function)  # type: ignore[misc]
-        request = Request.from_dict(values)
+        request, self._marks = Request.from_dict(values), [mark()]
         tu.maybe_fix_3d_position_ids(data)
         if request.importance not in self._checked:
             self._check_supported(data, request)
             self._checked |= {request.importance}
         segments, status_B = self._segments(data, request)
-        data[SEQUENCE_SEGMENTS] = sequence_segments(segments, data["input_ids"])
+        pairs = zip(segments, data["input_ids"].offsets().diff().tolist(), strict=True)
+        data[SEQUENCE_SEGMENTS] = nested(
+            pad(row.long(), (total - len(row), 0), value=Segment.OUTSIDE) for row, total in pairs
+        )
 
         # Rows to score come first. An importance without a forward of its own has no scoring pass.
         order, num_ahead = torch.arange(len(status_B)), 0
-        outputs, importance, seconds = list[dict[str, Any]](), list[Tensor](), 0.0
+        outputs, importance = list[dict[str, Any]](), [torch.zeros(len(segment)) for segment in segments]
         kind, predicted = request.importance_object, self._predicted_batch(request, data, status_B)
         score_B = status_B == Status.SCORED if predicted is None else predicted.scored_B
         if request.forwards():
             order, num_ahead = self._scored_first(data, score_B)
-            importance = [torch.zeros(len(segment), dtype=torch.float32) for segment in segments]
         else:
             packed = packed_of(data)
             nothing = Scores(kind, len(packed.token_T), torch.device("cpu"))
-            importance = of_responses(self._field(request, packed, nothing, data, None), segments)
+            place(importance, order, self._field(request, packed, nothing, data, None))
         if num_ahead:
             asked = request if predicted is None else predicted.scoring
-            scored = self._score_or_run_out_of_memory(tu.index_select_tensor_dict(data, order[:num_ahead]), asked)
-            if scored is None:
+            output = self._score_or_run_out_of_memory(tu.index_select_tensor_dict(data, order[:num_ahead]), asked)
+            if output is None:
                 status_B[status_B == Status.SCORED] = Status.OUT_OF_MEMORY
                 order, num_ahead = torch.arange(len(status_B)), 0
                 if predicted is not None:
                     predicted.forget()
             else:
-                output, seconds = scored
                 outputs.append(output)
-                place(importance, order[:num_ahead], output)
-        if kind.copies or predicted is not None:
-            begun = mark()
-            if kind.copies and not (predicted and predicted.scoring.predicts):
-                importance = self._copies_importance(data, request, segments, score_B & (status_B == Status.SCORED))
-            if predicted is not None:  # what it predicts depends on the scores of this batch, those of copies too
-                importance = predicted.learn(order, importance)
-            seconds += seconds_between(begun, mark())
+                place(importance, order[:num_ahead], output["model_output"][IMPORTANCE])
+        if kind.copies and not (predicted and predicted.scoring.predicts):
+            scored_B = score_B & (status_B == Status.SCORED)
+            importance = self._copies_importance(data, request, segments, scored_B)  # type: ignore[attr-defined]
+        if predicted is not None:  # what it predicts depends on the scores of this batch, those of copies too
+            importance = predicted.learn(order, importance)
         if num_ahead < len(order) and not (request.importance_only and predicted is None):
             rest = order[num_ahead:]
-            asked_rest = None if predicted is None else predicted.predicting
-            output, seconds_of_rest = self._infer_unscored(data, rest, asked_rest)
-            outputs.append(output)
-            seconds += seconds_of_rest
+            outputs.append(self._infer_unscored(data, rest, None if predicted is None else predicted.predicting))
             if predicted is not None:
-                place(importance, rest, outputs[-1])
+                place(importance, rest, outputs[-1]["model_output"][IMPORTANCE])
 
         # With pipeline parallelism, only the last stage has log-probs and losses.
         losses = [loss for output in outputs for loss in output.get("loss", [])]
@@ -176,24 +156,41 @@ class ImportancePass:
             if all(key in output.get("model_output", {}) for output in outputs) and not request.importance_only:
                 rows = [row for output in outputs for row in output["model_output"][key].unbind()]
                 result["model_output"][key] = nested([rows[i] for i in inverse.tolist()])
-        begun = mark()
-        zero_non_finite(importance, status_B)
+        for index, row in enumerate(importance):
+            if not torch.isfinite(row).all():
+                importance[index], status_B[index] = torch.zeros_like(row), Status.NON_FINITE
         prediction_B4 = None if predicted is None else predicted.end_step(status_B == Status.SCORED)
         answer = weigh_rows(importance, segments, status_B, request.config, kind, prediction_B4)
-        seconds += seconds_between(begun, mark())
-        answer[SECONDS] = [torch.tensor([seconds / len(segments)])] * len(segments)
+        answer[SECONDS] = [torch.tensor([self._seconds() / len(segments)])] * len(segments)
         result["model_output"] |= {name: nested(rows) for name, rows in answer.items()}
         return result
 
+    @contextmanager
+    def _switching(self, switches: bool = True) -> Iterator[None]:
+        """Inside, time counts as verl's if it was importance's, and the other way round. `switches`: False does nothing."""
+        self._marks += [mark()] * switches
+        try:
+            yield
+        finally:
+            self._marks += [mark()] * switches
+
+    def _seconds(self) -> float:
+        """Seconds of the pass so far without verl's own. It waits for the device."""
+        marks = [*self._marks, mark()]
+        pairs = list(zip(marks[::2], marks[1::2], strict=True))
+        if get_device_name() == "cpu":
+            return sum(end - begin for begin, end in pairs)
+        marks[-1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in pairs) / 1000
+
     def _predicted_batch(self, request: Request, data: TensorDict, status_B: Tensor) -> PredictedBatch | None:
         """Returns the batch with the run's predictor; None if importance is computed for all rows."""
-        self._predicted = None
-        if request.reads_hidden:
-            self._predictor = self._predictor or predictor_of(request.config)
-            assert self._predictor is not None
+        self._predictor, self._predicted = self._predictor or predictor_of(request.config), None
+        if self._predictor is not None:
             given = None
             if request.config.offloads:
-                engine_B = values_of(data, ENGINE_FIELDS[STATUS])  # behind the gate
+                status = data[ENGINE_FIELDS[STATUS]].cpu()  # behind the gate
+                engine_B = (status.values() if status.is_nested else status).flatten()
                 scored_B = (engine_B == Status.SCORED) | (engine_B == Status.CONSTANT)
                 given = response_rows(data, ENGINE_FIELDS[IMPORTANCE]), scored_B
             usable_B, device = status_B == Status.SCORED, torch.device(get_device_id())
@@ -248,13 +245,14 @@ class ImportancePass:
         ahead = min(len(scored_B), ahead)
         return scored_first(scored_B, data["input_ids"].offsets().diff().cpu(), ahead), ahead
 
-    def _score_or_run_out_of_memory(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float] | None:
+    def _score_or_run_out_of_memory(self, data: TensorDict, request: Request) -> dict[str, Any] | None:
         """Returns the output of `_score`; None if memory ran out in a single-process run whose engine can be reset.
 
         Else OutOfMemoryError: of several processes, the others would wait in a collective for the one that left the pass.
         """
         self._limit_micro_batches(data)
-        reset = self._reset_after_abort() if distributed.get_world_size() == 1 else None
+        # FSDP2 has this method since torch 2.13; FSDP1 does not, and Megatron does not.
+        reset = getattr(self.module, "reset_iter_state", None) if distributed.get_world_size() == 1 else None
         try:
             return self._score(data, request)
         except torch.OutOfMemoryError as error:
@@ -269,14 +267,11 @@ class ImportancePass:
         return None
 
     def _is_dynamic(self, data: TensorDict) -> bool:
-        """Returns whether the size of micro-batches is limited in tokens (dynamic) rather than in rows."""
+        """Whether the size of micro-batches is limited in tokens rather than in rows."""
         return bool(tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True))
 
     def _most_at_once(self, data: TensorDict) -> tuple[str, int]:
-        """Name and value of the limit of the scoring pass's micro-batches: the smaller one of log-prob pass and actor update.
-
-        Both the update and the scoring pass keep activations for a backward.
-        """
+        """Name and value of the limit of micro-batches: the smaller one of log-prob pass and actor update."""
         name = "max_token_len_per_gpu" if self._is_dynamic(data) else "micro_batch_size_per_gpu"
         return name, min(most for most in (data[name], getattr(self.engine_config, name)) if most)
 
@@ -286,8 +281,8 @@ class ImportancePass:
             most = largest_divisor(len(data) // self._micro_batch_multiple(), most)
         tu.assign_non_tensor(data, **{name: most})
 
-    def _infer_unscored(self, data: TensorDict, rows: Tensor, request: Request | None) -> tuple[dict[str, Any], float]:
-        """verl's own pass over the other rows, which also predicts importance if there is a request, and seconds of that.
+    def _infer_unscored(self, data: TensorDict, rows: Tensor, request: Request | None) -> dict[str, Any]:
+        """verl's own pass over the other rows, which also predicts importance if there is a request.
 
         It needs whole micro-batches: the shortest row fills the last one up.
         """
@@ -296,9 +291,10 @@ class ImportancePass:
             fill = -len(rows) % (data["micro_batch_size_per_gpu"] * self._micro_batch_multiple())
             rows = torch.cat([rows, shortest.expand(fill)])
         part = tu.index_select_tensor_dict(data, rows)
-        if request is None:
-            return super().infer_batch(part, None), 0.0  # type: ignore[misc]
-        return self._score(part, request)
+        if request is not None:
+            return self._score(part, request)
+        with self._switching():
+            return super().infer_batch(part, None)  # type: ignore[misc]
 
     def _sum_over_data(self, tensor: Tensor) -> Tensor:
         """Returns the sum over the data-parallel ranks. It may overwrite its argument."""
@@ -313,12 +309,6 @@ class ImportancePass:
         return int(counts.item())
 
 
-def values_of(data: TensorDict, name: str) -> Tensor:
-    """Returns a field with one number per row, `[B]`, on the CPU."""
-    field = data[name].cpu()
-    return (field.values() if field.is_nested else field).flatten()
-
-
 def response_rows(data: TensorDict, name: str) -> list[Tensor]:
     """Returns a field's row of each response, on the CPU, without the padding on the right of `RayPPOTrainer`'s batches."""
     field = data[name].cpu()
@@ -328,50 +318,22 @@ def response_rows(data: TensorDict, name: str) -> list[Tensor]:
     return [row[:length] for row, length in zip(field.unbind(), length_B.tolist(), strict=True)]
 
 
-def sequence_segments(segments: Sequence[Tensor], input_ids: Tensor) -> Tensor:
-    """Returns the segments of whole sequences, nested int64 like `input_ids`; prompt tokens are OUTSIDE."""
-    rows = [torch.full((len(row),), int(Segment.OUTSIDE)) for row in input_ids.unbind()]
-    for row, segment in zip(rows, segments, strict=True):
-        row[len(row) - len(segment) :] = segment
-    return nested(rows)
-
-
 def packed_of(data: TensorDict) -> Packed:
     """Returns the sequences of a batch and their segments, on the CPU, where verl's batches are until `forward_step`."""
     input_ids, segments = data["input_ids"], data[SEQUENCE_SEGMENTS]
     return Packed(*(tensor.cpu() for tensor in (input_ids.values(), segments.values(), input_ids.offsets())))
 
 
-def of_responses(field: Tensor, segments: Sequence[Tensor]) -> list[Tensor]:
-    """The responses' part of a nested field with a value per token of whole sequences."""
-    return [row[len(row) - len(segment) :] for row, segment in zip(field.unbind(), segments, strict=True)]
-
-
-def place(importance: list[Tensor], rows: Tensor, output: dict[str, Any]) -> None:
-    """Puts the importance that `_score` returned for some rows where it belongs. Rows that fill up a micro-batch come last."""
-    for row, found_T in zip(rows.tolist(), output["model_output"][IMPORTANCE].unbind(), strict=False):
+def place(importance: list[Tensor], rows: Tensor, field: Tensor) -> None:
+    """Puts the responses' part of `IMPORTANCE` of some rows where it belongs. Rows that fill up a micro-batch come last."""
+    for row, found_T in zip(rows.tolist(), field.unbind(), strict=False):
         importance[row] = found_T[len(found_T) - len(importance[row]) :]
 
 
-def zero_non_finite(importance: list[Tensor], status_B: Tensor) -> None:
-    """Set a response with a non-finite importance to zeros, and its status to NON_FINITE. In place."""
-    for index, row in enumerate(importance):
-        if not torch.isfinite(row).all():
-            importance[index] = torch.zeros_like(row)
-            status_B[index] = Status.NON_FINITE
-
-
-def mark() -> Mark:
-    """A moment of the device's stream, for `seconds_between`: an event that the CPU does not wait for; on a CPU, seconds."""
+def mark() -> Any:
+    """A moment of the device's stream: an event that the CPU does not wait for; on a CPU, seconds."""
     if get_device_name() == "cpu":
         return time.perf_counter()
     event = get_torch_device().Event(enable_timing=True)
     event.record()
     return event
-
-
-def seconds_between(first: Mark, last: Mark) -> float:
-    """Seconds between two moments of the device's stream. It waits for the second one."""
-    if not isinstance(first, float):
-        last.synchronize()
-    return float(last - first if isinstance(first, float) else first.elapsed_time(last) / 1000)

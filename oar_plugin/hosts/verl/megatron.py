@@ -25,14 +25,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import (
-    ROW,
-    ImportancePass,
-    mark,
-    packed_of,
-    register_engines,
-    seconds_between,
-)
+from oar_plugin.hosts.verl.importance_pass import ROW, ImportancePass, packed_of, register_engines
 from oar_plugin.hosts.verl.settings import REFUSED, copies_under_megatron
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
@@ -65,31 +58,24 @@ class _Schedules:
     forward: Forward  # the forward that the current schedule runs
     # By their rows, for all schedules.
     micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)
-    # Begin and end (`mark`) of forwards for log-probs, where these can be told from other work (see `_score`).
-    host_forwards: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 class OarMegatronMixin(ImportancePass):
-    """Importance for verl's Megatron engine. Put it before the engine in the list of bases."""
-
-    # Attributes of the host's engine.
     module: list[nn.Module]
     tf_config: TransformerConfig
     forward_backward_batch: Callable[..., dict[str, Any]]
 
     _schedules: _Schedules | None = None
 
-    def _score(self, data: TensorDict, request: Request) -> tuple[dict[str, Any], float]:
+    def _score(self, data: TensorDict, request: Request) -> dict[str, Any]:
         """Scores of every row on every rank; log-probs and entropy on the ranks where verl has them.
 
-        The seconds are the time that importance adds to the forward for log-probs. In a pipeline stages wait for one another,
-        and a forward cannot be told from its backward: there the seconds are an upper bound, the whole schedule.
+        In a schedule with backwards, the time that a pipeline's stages wait for one another counts as importance's.
         """
         data[ROW] = torch.arange(len(data))
         packed = packed_of(data)
         device, hidden = torch.device(get_device_id()), request.reads_hidden
         scores = Scores(request.importance_object, len(packed.token_T), device, hidden)
-        started = mark()
         output: dict[str, Any] = {}
         forwards = request.forwards()
         records = self._records_routes(data)
@@ -101,27 +87,29 @@ class OarMegatronMixin(ImportancePass):
                 for forward in forwards:
                     schedules.forward = forward
                     differentiates = forward.backward is not None
-                    with torch.set_grad_enabled(differentiates):
+                    hosts = self._switching(forward.log_probs and not differentiates)
+                    with torch.set_grad_enabled(differentiates), hosts:
                         result = self.forward_backward_batch(data, None, forward_only=not differentiates)
                     output = output or result
                     if records and forward is forwards[0]:
                         data[_ROUTES] = self._recorded_routes(result)
-                    if forward.log_probs and not differentiates:
-                        schedules.host_forwards.append((started, mark()))
             finally:
                 self._schedules = None
-        self._total_scores(scores)
+        if parallel_state.get_tensor_model_parallel_rank() > 0:
+            # Each tensor-parallel rank of the last stage has read all rows, and without sequence parallelism each has all
+            # embeddings: only the first rank's values count.
+            scores.reads_NT.zero_()
+            scores.hidden_TP.zero_()
+            if not get_model_config(self.module[0]).sequence_parallel:
+                scores.score_KT.zero_()
+        scores.total(self._sum_over_sharing_ranks)
         answer = output.setdefault("model_output", {})
         log_prob_T = self._log_probs_everywhere(answer.get("log_probs"), len(packed.token_T)) if hidden else None
         answer[IMPORTANCE] = self._field(request, packed, scores, data, log_prob_T)
-        seconds = seconds_between(started, mark())
-        return output, seconds - sum(seconds_between(*forward) for forward in schedules.host_forwards)
+        return output
 
     def _records_routes(self, data: TensorDict) -> bool:
-        """Whether verl records the experts of each token in this batch, for the update to use (mode R2).
-
-        verl records in a forward without a backward: the pass begins with one. Later forwards replay its routes.
-        """
+        """Whether verl records experts (mode R2), in a forward without a backward. Later forwards replay these routes."""
         replays = tu.get_non_tensor_data(data, key="enable_routing_replay", default=False)
         return bool(replays) and self.engine_config.router_replay.mode == "R2" and data.get(_ROUTES, None) is None
 
@@ -144,19 +132,20 @@ class OarMegatronMixin(ImportancePass):
         chunk: GPTModel = unwrapped(model)
         if schedules is None or not (chunk.pre_process or chunk.post_process):
             return step(batch_iter, model, *functions)
-        started = mark()
         micro_batch: TensorDict = next(batch_iter)
         rows = tuple(micro_batch[ROW].tolist())
         if rows not in schedules.micro_batches:
             place_T = torch.cat([torch.arange(*schedules.first[row : row + 2]) for row in rows])
             packed, layout = packed_of(micro_batch), self._layout(micro_batch)
             schedules.micro_batches[rows] = MicroBatchPass(schedules.request, packed, layout, schedules.scores, place_T)
-        tap = schedules.taps.tap = schedules.micro_batches[rows].tap(schedules.forward)
+        forward = schedules.forward
+        tap = schedules.taps.tap = schedules.micro_batches[rows].tap(forward)
         try:
-            output, _ = step(iter([micro_batch]), model, *functions)
+            with self._switching(forward.log_probs and forward.backward is not None):
+                output, _ = step(iter([micro_batch]), model, *functions)
         finally:
             schedules.taps.tap = None
-        return output, partial(self._finish, schedules, tap, micro_batch, started)
+        return output, partial(self._finish, tap, micro_batch)
 
     def _lm_head_logits_processor(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """verl's log-probs and entropy; nothing if the tap projects only some rows."""
@@ -165,15 +154,10 @@ class OarMegatronMixin(ImportancePass):
         return super()._lm_head_logits_processor(*args, **kwargs)  # type: ignore[misc]
 
     @staticmethod
-    def _finish(
-        schedules: _Schedules, tap: Tap, micro_batch: TensorDict, started: Any, output: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def _finish(tap: Tap, micro_batch: TensorDict, output: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
         """The scalar to differentiate and verl's outputs. The schedule calls this on the last stage after a forward."""
-        scalar = tap.scalar
-        if scalar is None:  # a forward without a backward
-            scalar = torch.zeros((), device=get_device_id())
-        elif schedules.forward.log_probs and parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            schedules.host_forwards.append((started, mark()))
+        # A forward without a backward has no scalar.
+        scalar = torch.zeros((), device=get_device_id()) if tap.scalar is None else tap.scalar
         # The schedule multiplies a loss by the context-parallel size and divides it by the number of micro-batches.
         scale = micro_batch["num_micro_batch"] / parallel_state.get_context_parallel_world_size()
         detached = {name: value.detach() for name, value in output.items()}
@@ -203,8 +187,7 @@ class OarMegatronMixin(ImportancePass):
         return Layout(local_T, embedding_T, size, torch.device(get_device_id()), vocabulary, columns, total)
 
     def _local_positions(self, micro_batch: TensorDict) -> tuple[Tensor, int]:
-        """Each packed token's position in this rank's flattened hidden states `[s * b]` (before sequence parallelism), int64
-        `[T]`, -1 where another context-parallel rank holds the token; and s * b.
+        """`Layout.local_T`, and the length of this rank's flattened hidden states `[s * b]` (before sequence parallelism).
 
         It comes from verl's own packing of the numbers 1 .. T in place of token ids; 0 is verl's padding.
         """
@@ -229,16 +212,6 @@ class OarMegatronMixin(ImportancePass):
         if log_probs is not None and not any(groups):
             log_prob_T += log_probs.values().to(log_prob_T)
         return self._sum_over_sharing_ranks(log_prob_T)
-
-    def _total_scores(self, scores: Scores) -> None:
-        if parallel_state.get_tensor_model_parallel_rank() > 0:
-            # Each tensor-parallel rank of the last stage has read all rows, and without sequence parallelism each has all
-            # embeddings: only the first rank's values count.
-            scores.reads_NT.zero_()
-            scores.hidden_TP.zero_()
-            if not get_model_config(self.module[0]).sequence_parallel:
-                scores.score_KT.zero_()
-        scores.total(self._sum_over_sharing_ranks)
 
     def _sum_over_sharing_ranks(self, tensor: Tensor) -> Tensor:
         over_context = _all_reduced(parallel_state.get_context_parallel_group(), tensor)

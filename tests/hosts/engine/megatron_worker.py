@@ -154,31 +154,18 @@ def bytes_moved(engine: Any, words: str) -> dict[str, int]:
 
 
 def refusals(engine: Any) -> dict[str, str]:
-    """What is said of each setting that is not served."""
-    from oar_plugin.hosts.verl.megatron import check_chunks
+    """What is said of each setting that is not served; of some, only a later megatron-core than this has the name."""
+    from oar_plugin.hosts.verl.megatron import MODEL_REFUSED, REFUSED, check_chunks
 
-    config, said = engine.module[0].config, {}
-    for name, value in {
-        "moe_expert_capacity_factor": 1.0,
-        "moe_input_jitter_eps": 0.1,
-        "moe_router_force_load_balancing": True,
-        "moe_router_force_biased": 0.1,  # of megatron-core 0.18
-        "mtp_num_layers": 1,
-        "fp8": "e4m3",
-        "overlap_moe_expert_parallel_comm": True,
-        "defer_embedding_wgrad_compute": True,
-        "cuda_graph_impl": "local",
-        "use_mup": True,  # of megatron-core 0.18
-        "importance": "oar_p",
-    }.items():
+    said = {}
+    for name in ("importance", *MODEL_REFUSED, *(one.in_model for one in REFUSED["megatron"] if one.in_model)):
         try:
             if name == "importance":
-                run(engine, **cases.request(value))
-            else:
-                with mock.patch.object(config, name, value, create=True):
-                    check_chunks(engine.module)
+                run(engine, **cases.request("oar_p"))
+            with mock.patch.object(engine.module[0].config, name, True, create=True):
+                said[name] = str(check_chunks(engine.module))
         except ValueError as error:
-            said[f"{name}={value}"] = str(error)
+            said[name] = str(error)
     return said
 
 
@@ -189,9 +176,6 @@ def two(folder: str) -> dict[str, Any]:
         engine = engine_of(folder, layout)
         around = ungathered(engine) if "overlap" in layout.split() else None
         out |= asked_of(engine, layout, asked, "dp2" in layout.split(), partial(score, around=around))
-        if layout == "cp2 dropout":
-            cores = [m for m in engine.module[0].modules() if isinstance(m, megatron.DenseCoreAttention)]
-            out["dropout"] = [core.attention_dropout for core in cores]
         out |= {f"{layout} {words} bytes": bytes_moved(engine, words) for words in BYTES.get(layout, [])}
         if layout == "tp2 sp":
             out["refusals"] = refusals(engine)

@@ -169,6 +169,7 @@ def state(engine: Any) -> dict[str, Any]:
         "requires_grad": {n: p.requires_grad for n, p in parameters.items()},
         "grads": {n: None if p.grad is None else copied(p.grad) for n, p in parameters.items()},
         "training": {n: m.training for n, m in modules.items()},
+        "dropout": {n: getattr(m, "attention_dropout", None) for n, m in modules.items()},
         "hooks": {n: len(m._forward_hooks) + len(m._forward_pre_hooks) for n, m in modules.items()},
         "optimizer": dict(enumerate(dict(one) for each in optimizers(engine) for one in each.state.values())),
         "torch_rng": torch.get_rng_state(),
