@@ -24,7 +24,8 @@ from oar_plugin.credit.watch import Watch
 from oar_plugin.output import warn_once
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import PREDICTED, Header, Response, header_for
-from oar_plugin.passes.plain import batch_importance, in_eval_mode, predicted_importance
+from oar_plugin.passes.plain import batch_importance, in_eval_mode, packed_rows
+from oar_plugin.passes.predicted_batch import PredictedBatch
 from oar_plugin.passes.prediction import predictor_of
 from oar_plugin.passes.request import Request, replacement_token
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
@@ -199,13 +200,14 @@ class TokenCredit:
         """
         before = batch.prompt_columns
         rows = batch.token_BT, pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE)), batch.mask_BT
-        how = max_tokens, checkpoint_activations, max_over_ranks
+        predicted, usable_B = None, (segments_BL == Segment.REASONING).any(-1).cpu()
+        if self.predictor is not None:
+            packed, device = packed_rows(*rows)[0], next(model.parameters()).device
+            predicted = PredictedBatch(self.predictor, request, packed, usable_B, sum_over_ranks, device)
+        how = max_tokens, checkpoint_activations, max_over_ranks, predicted
         with in_eval_mode(model), torch.enable_grad():
-            if self.predictor is None:
-                importance_BT = batch_importance(model, request, *rows, *how)
-            else:
-                predicted = predicted_importance(model, request, self.predictor, *rows, *how, sum_over_ranks)
-                importance_BT, self._prediction_B4 = predicted
+            importance_BT = batch_importance(model, request, *rows, *how)
+        self._prediction_B4 = None if predicted is None else predicted.end_step(usable_B)
         return importance_BT[:, before:]
 
     def reshape(
