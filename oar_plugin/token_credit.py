@@ -6,7 +6,7 @@ actors compute importance and weights (`oar_plugin.hosts.verl.importance_pass`, 
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -168,7 +168,11 @@ class TokenCredit:
         columns = zip(batch.responses, needed_B.tolist(), prompts, strict=True)
         rows = ((token_L.tolist(), own_L.numpy(), needed, prompt) for (_, token_L, own_L), needed, prompt in columns)
         parts, status_B = segment_rows(rows, request, self._token_bytes, self._eos_token_ids)
-        return _columns(batch, parts, int(Segment.OUTSIDE), torch.int8), status_B.to(batch.response_BL.device)
+        segments_BL = torch.full(batch.response_BL.shape, int(Segment.OUTSIDE), dtype=torch.int8)
+        for row, ((span, *_), part) in enumerate(zip(batch.responses, parts, strict=True)):
+            segments_BL[row, span] = part
+        device = batch.response_BL.device
+        return segments_BL.to(device), status_B.to(device)
 
     def importance(
         self,
@@ -319,11 +323,3 @@ class TokenCredit:
             with counted(f"writing into {self.dumps.folder}", DUMP_FAILED):
                 self.dumps.write(header or self.header(), credited.step, responses)
         return responses
-
-
-def _columns(batch: PaddedBatch, rows: Sequence[Tensor], fill: int, dtype: torch.dtype) -> Tensor:
-    """A value for each token of a batch's responses, `[B, L]` on its device; `fill` at other columns."""
-    value_BL = torch.full(batch.response_BL.shape, fill, dtype=dtype)
-    for value_L, (span, *_), row in zip(value_BL, batch.responses, rows, strict=True):
-        value_L[span] = row
-    return value_BL.to(batch.response_BL.device)
