@@ -5,7 +5,6 @@ It uses the hosts' code: with the same settings and training step it returns the
 
 import copy
 import html
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin import estimator
@@ -93,17 +91,17 @@ def importance(
 ) -> Credit:
     """Returns how much each reasoning token of each response matters, and the weights that follow.
 
-    Give `prompts` and `responses`, as texts or token ids, or `input_ids` and a `response_mask`.
+    Give `prompts` and `responses`, or `input_ids` with a `response_mask` and an `attention_mask`.
 
     Args:
         model: causal LM of transformers, on any device, in any dtype. The call does not change it.
         input_ids: int64 `[B, T]`, prompts and responses, padded on any side.
-        response_mask: bool or int `[B, T]`, true at the model's own tokens; or `[B, L]` for the last L columns.
-        attention_mask: bool or int `[B, T]`, false at padding. None: false at padding tokens at both ends of a row.
+        response_mask: bool or int `[B, T]`, true at the model's own tokens.
+        attention_mask: bool or int `[B, T]`, false at padding.
         segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: from the text, by `answer_patterns`.
         prompts: B texts, chats (lists of messages, for the tokenizer's chat template) or sequences of token ids.
-        responses: B texts or sequences of token ids, without special tokens before them. Both may be a tokenizer's output.
-        tokenizer: the model's tokenizer; not needed with `input_ids`, `attention_mask` and `segments`.
+        responses: B texts or sequences of token ids, without special tokens before them.
+        tokenizer: the model's tokenizer; not needed with token ids and `segments`.
         temperature: the sampling temperature of the responses.
         step: training step, on which signs, noise and the probe's warm-up depend.
         max_tokens: maximum number of tokens per forward, with padding; a longer row runs alone. None: as many as take 2 GiB.
@@ -140,37 +138,27 @@ def importance(
         max_tokens = max(1, min(8192, 2**31 // (graph * credit.config.backwards + 8 * text.vocab_size)))
     for name, value in {"temperature": temperature, "max_tokens": max_tokens, "step": step}.items():
         _check(value > 0, f"{name}={value!r}", "must be above 0")
-    if any(parameter.is_inference() for parameter in model.parameters()):
-        raise ValueError("model: it was loaded in torch.inference_mode(), and has no gradients; load it outside of it")
     request = credit.request(step, temperature=temperature, importance_only=True)
-    if isinstance(input_ids, Mapping):
-        input_ids, attention_mask = input_ids["input_ids"], input_ids.get("attention_mask", attention_mask)
     if input_ids is None:
-        prompts, responses = _encoded("prompts", prompts), _encoded("responses", responses)
         rows = _tokenized(prompts, responses, tokenizer)
         segments_BL = None if segments is None else torch.as_tensor(segments).cpu()
     else:
-        input_ids = _token_ids("input_ids", input_ids, 2, "must be [B, T], token ids; for one response input_ids[None]")
+        ids_BT = _token_ids("input_ids", input_ids, 2, "must be [B, T], token ids; for one response input_ids[None]")
+        if response_mask is None or attention_mask is None:
+            raise ValueError(
+                "input_ids need a response_mask and an attention_mask [B, T]; or give prompts and responses"
+            )
+        given = {"response_mask": response_mask, "attention_mask": attention_mask, "segments": segments}
         # Clones: tensors made in inference mode cannot be saved for a backward.
-        response_mask, attention_mask, segments = (
-            None if given is None else torch.as_tensor(given).cpu().clone()
-            for given in (response_mask, attention_mask, segments)
-        )
-        _check(len(input_ids) > 0, _shape("input_ids", input_ids), "holds no response")
-        if response_mask is None:
-            raise ValueError("input_ids need a response_mask [B, T]; or give prompts and responses")
-        mask_BT = _padding_mask(input_ids, tokenizer) if attention_mask is None else attention_mask.bool()
-        before = input_ids.shape[1] - response_mask.shape[-1]
-        if response_mask.dim() == 2 and before > 0:  # a host's mask of the responses alone, which are the last columns
-            response_mask = pad(response_mask, (before, 0))
-            for row, (own, real) in enumerate(zip(response_mask.bool(), mask_BT, strict=False)):
-                ends = real.nonzero()[-1:].equal(own.nonzero()[-1:]) or not own.any()
-                _check(ends, f"response_mask of row {row}", "must end where the row ends; give a mask [B, T] otherwise")
-        for name, given in {"response_mask": response_mask, "attention_mask": mask_BT, "segments": segments}.items():
-            same = given is None or given.shape == input_ids.shape
-            _check(same, _shape(name, given), f"must be {tuple(input_ids.shape)}, as input_ids")
-        rows = list(zip(_unpadded(input_ids, mask_BT), _unpadded(response_mask.bool(), mask_BT), strict=True))
-        segments_BL = None if segments is None else pad_sequence(_unpadded(segments, mask_BT), True)
+        masks = {name: torch.as_tensor(value).cpu().clone() for name, value in given.items() if value is not None}
+        for name, mask in masks.items():
+            _check(mask.shape == ids_BT.shape, _shape(name, mask), f"must be {tuple(ids_BT.shape)}, as input_ids")
+        keep_BT, own_BT = masks["attention_mask"].bool(), masks["response_mask"].bool()
+        rows = [(ids_BT[row, keep_T], own_BT[row, keep_T]) for row, keep_T in enumerate(keep_BT)]
+        segments_BL = None
+        if "segments" in masks:
+            segments_BL = pad_sequence([masks["segments"][row, keep_T] for row, keep_T in enumerate(keep_BT)], True)
+    _check(len(rows) > 0, "input_ids or prompts", "there is no response")
     for row, (ids_L, own_L) in enumerate(rows):
         fault = "there is no token before it, from which its first token could be predicted"
         _check(len(own_L) > 0 and not own_L[0], f"response {row}", fault)
@@ -184,9 +172,6 @@ def importance(
         segments_BL, status_B = credit.segments(batch, torch.ones(len(rows)), request)
     else:
         _check(segments_BL.shape == token_BL.shape, _shape("segments", segments_BL), f"must be {tuple(token_BL.shape)}")
-        known = ", ".join(f"{segment.name} {int(segment)}" for segment in Segment)
-        wrong = sorted({*segments_BL.unique().tolist()} - {*map(int, Segment)})
-        _check(not wrong, f"segments hold {wrong[:1]}", f"allowed: {known}")
         segments_BL, status_B = _checked_segments(segments_BL)
     segments_BL = segments_BL.to(torch.int8)
     importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens)
@@ -226,28 +211,16 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
     return estimator.reshape(advantage_BL, credit.importance, credit.segments == Segment.REASONING, status_B, config)
 
 
-def _encoded(name: str, given: Any) -> Any:
-    """Rows of token ids, without padding, of a tokenizer's output for several texts; else `given`."""
-    ids: Any = given.get("input_ids", ()) if isinstance(given, Mapping) else ()
-    nested = len(ids) > 0 and torch.as_tensor(ids[0]).dim() == 1
-    if getattr(given, "ndim", 0) == 2 or (nested and "attention_mask" not in given):
-        raise ValueError(f"{name}: what in them is padding? Give a tokenizer's output with its attention_mask")
-    if not nested:
-        return given
-    pairs = zip(ids, given["attention_mask"], strict=True)
-    return [torch.as_tensor(row)[torch.as_tensor(mask).bool()] for row, mask in pairs]
-
-
 def _tokenized(
     prompts: Sequence[Any] | None, responses: Sequence[Any] | None, tokenizer: Any
 ) -> list[tuple[Tensor, Tensor]]:
     """Per row: the token ids of prompt and response, concatenated, and a bool mask of the response."""
     for name, given in {"prompts": prompts, "responses": responses}.items():
-        single = isinstance(given, str | Mapping)
+        # The rows of a tensor could have padding, which would count as tokens.
+        single = isinstance(given, str | Mapping) or getattr(given, "ndim", 1) != 1
         _check(not single, f"{name}={given!r:.60}", f"must be a list; for one response {name}=[...]")
     if prompts is None or responses is None or len(prompts) != len(responses):
         raise ValueError("give prompts and as many responses, or input_ids with a response_mask")
-    _check(len(prompts) > 0, "prompts=[]", "holds no response")
 
     def ids(name: str, given: Any) -> Tensor:
         prompt = name.startswith("prompts")
@@ -256,17 +229,18 @@ def _tokenized(
             return _token_ids(name, given, 1, f"must be a text,{' a list of messages,' * prompt} or token ids [L]")
         if tokenizer is None:
             raise ValueError("prompts and responses are texts: give the model's tokenizer")
-        if half := re.search(r"(?<!\\)(?:\\\\)*(\\ud[89a-f]..)", repr(given)):  # tokenizers take none
-            raise ValueError(f"{name}: {half[1]} is half a character; text.encode(errors='replace').decode() mends it")
         if chat:  # ValueError: the tokenizer has no chat template. Mistral's own needs none.
             return torch.tensor(tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=False))
         bos_token = getattr(tokenizer, "bos_token", None)  # the text of a chat begins with it
         special = prompt and not (bos_token and given.startswith(bos_token))
         return torch.tensor(tokenizer(given, add_special_tokens=special)["input_ids"], dtype=torch.long)
 
-    begins = [ids(f"prompts[{row}]", prompt) for row, prompt in enumerate(prompts)]
-    ends = [ids(f"responses[{row}]", response) for row, response in enumerate(responses)]
-    return [(torch.cat([p, r]), torch.arange(len(p) + len(r)) >= len(p)) for p, r in zip(begins, ends, strict=True)]
+    rows = list[tuple[Tensor, Tensor]]()
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        begin_P, end_R = ids(f"prompts[{row}]", prompt), ids(f"responses[{row}]", response)
+        own_L = torch.arange(len(begin_P) + len(end_R)) >= len(begin_P)
+        rows.append((torch.cat([begin_P, end_R]), own_L))
+    return rows
 
 
 def _token_ids(name: str, given: Any, dim: int, wanted: str) -> Tensor:
@@ -289,24 +263,11 @@ def _shape(name: str, tensor: Tensor | None) -> str:
     return f"{name} of shape {None if tensor is None else tuple(tensor.shape)}"
 
 
-def _padding_mask(input_ids: Tensor, tokenizer: Any) -> Tensor:
-    """Bool `[B, T]`, false at padding tokens at either end."""
-    if tokenizer is None or tokenizer.pad_token_id is None:
-        raise ValueError("give an attention_mask [B, T], or the tokenizer, whose padding token says what is padding")
-    real_BT = input_ids != tokenizer.pad_token_id
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:  # the first one after a response belongs to it
-        real_BT = real_BT | real_BT.roll(1, -1).index_fill(1, torch.tensor([0]), False)
-    after_BT = real_BT.flip(-1).cumsum(-1).flip(-1) > 0
-    return (real_BT.cumsum(-1) > 0) & after_BT
-
-
-def _unpadded(values_BT: Tensor, mask_BT: Tensor) -> list[Tensor]:
-    """Each row without its padding."""
-    return [row[keep] for row, keep in zip(values_BT, mask_BT, strict=True)]
-
-
 def _checked_segments(segments_BL: Tensor) -> tuple[Tensor, Tensor]:
     """A user's segments, but OUTSIDE at all tokens of responses that cannot be scored, and int64 `[B]` of `Status`."""
+    wrong = sorted({*segments_BL.unique().tolist()} - {*map(int, Segment)})
+    known = ", ".join(f"{segment.name} {int(segment)}" for segment in Segment)
+    _check(not wrong, f"segments hold {wrong[:1]}", f"allowed: {known}")
     # A token after the answer cannot have moved the answer.
     after_BL = (segments_BL == Segment.ANSWER).flip(-1).cumsum(-1).flip(-1) == 0
     segments_BL = segments_BL.masked_fill(after_BL & (segments_BL == Segment.REASONING), int(Segment.AFTER))

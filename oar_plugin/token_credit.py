@@ -6,7 +6,7 @@ actors compute importance and weights (`oar_plugin.hosts.verl.importance_pass`, 
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +24,8 @@ from oar_plugin.credit.watch import Watch
 from oar_plugin.output import warn_once
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import PREDICTED, Header, Response, header_for
-from oar_plugin.passes.plain import batch_importance, in_eval_mode, predicted_importance
+from oar_plugin.passes.plain import batch_importance, in_eval_mode, packed_rows
+from oar_plugin.passes.predicted_batch import PredictedBatch
 from oar_plugin.passes.prediction import predictor_of
 from oar_plugin.passes.request import Request, replacement_token
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
@@ -167,7 +168,11 @@ class TokenCredit:
         columns = zip(batch.responses, needed_B.tolist(), prompts, strict=True)
         rows = ((token_L.tolist(), own_L.numpy(), needed, prompt) for (_, token_L, own_L), needed, prompt in columns)
         parts, status_B = segment_rows(rows, request, self._token_bytes, self._eos_token_ids)
-        return _columns(batch, parts, int(Segment.OUTSIDE), torch.int8), status_B.to(batch.response_BL.device)
+        segments_BL = torch.full(batch.response_BL.shape, int(Segment.OUTSIDE), dtype=torch.int8)
+        for row, ((span, *_), part) in enumerate(zip(batch.responses, parts, strict=True)):
+            segments_BL[row, span] = part
+        device = batch.response_BL.device
+        return segments_BL.to(device), status_B.to(device)
 
     def importance(
         self,
@@ -199,13 +204,14 @@ class TokenCredit:
         """
         before = batch.prompt_columns
         rows = batch.token_BT, pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE)), batch.mask_BT
-        how = max_tokens, checkpoint_activations, max_over_ranks
+        predicted, usable_B = None, (segments_BL == Segment.REASONING).any(-1).cpu()
+        if self.predictor is not None:
+            packed, device = packed_rows(*rows)[0], next(model.parameters()).device
+            predicted = PredictedBatch(self.predictor, request, packed, usable_B, sum_over_ranks, device)
+        how = max_tokens, checkpoint_activations, max_over_ranks, predicted
         with in_eval_mode(model), torch.enable_grad():
-            if self.predictor is None:
-                importance_BT = batch_importance(model, request, *rows, *how)
-            else:
-                predicted = predicted_importance(model, request, self.predictor, *rows, *how, sum_over_ranks)
-                importance_BT, self._prediction_B4 = predicted
+            importance_BT = batch_importance(model, request, *rows, *how)
+        self._prediction_B4 = None if predicted is None else predicted.end_step(usable_B)
         return importance_BT[:, before:]
 
     def reshape(
@@ -317,11 +323,3 @@ class TokenCredit:
             with counted(f"writing into {self.dumps.folder}", DUMP_FAILED):
                 self.dumps.write(header or self.header(), credited.step, responses)
         return responses
-
-
-def _columns(batch: PaddedBatch, rows: Sequence[Tensor], fill: int, dtype: torch.dtype) -> Tensor:
-    """A value for each token of a batch's responses, `[B, L]` on its device; `fill` at other columns."""
-    value_BL = torch.full(batch.response_BL.shape, fill, dtype=dtype)
-    for value_L, (span, *_), row in zip(value_BL, batch.responses, rows, strict=True):
-        value_L[span] = row
-    return value_BL.to(batch.response_BL.device)

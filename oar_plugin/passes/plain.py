@@ -13,7 +13,6 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.predicted_batch import PredictedBatch
-from oar_plugin.passes.prediction import Predictor
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps, to_device
 from oar_plugin.passes.trial import Reading, check_by_trial
@@ -89,83 +88,49 @@ def batch_importance(
     max_tokens: int = 2**13,
     checkpoint_activations: bool = False,
     max_over_ranks: Callable[[int], int] = lambda count: count,
+    predicted: PredictedBatch | None = None,
 ) -> Tensor:
     """Importance of a batch, float32 `[B, L]` on the device of the tokens; 0 at tokens that are not scored.
 
     `max_tokens` and `max_over_ranks` are those of `TokenCredit.importance`, the other arguments those of `gradient_importance`.
+    With `predicted`, made from these rows, it learns from some rows, and predicts the others.
     """
     # On the CPU from here on: what to do with a micro-batch is then known without waiting for the one before it.
     token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
-    importance_BL = torch.zeros(token.shape)
-    rows = (segments == Segment.REASONING).any(-1).nonzero()[:, 0]
-    groups = of_like_length(rows, mask.sum(-1), max_tokens)
-    # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
-    most = max_over_ranks(len(groups))
-    if most:
-        sequence = token[mask].to(next(model.parameters()).device)
-        check_by_trial(model, request, sequence, partial(_read, model), max_over_ranks)
-    for group in groups:
-        part = token[group], segments[group], mask[group]
-        importance_BL[group] = gradient_importance(model, request, *part, checkpoint_activations)
-    for _ in range(most - len(groups)):
-        gradient_importance(model, request, NOTHING_11, NOTHING_11, None, checkpoint_activations)
-    if request.importance_object.copies:
-        importance_BL = copies_importance(model, request, token, segments, mask, max_tokens, max_over_ranks)
-    _release(model)
-    return importance_BL.to(token_BL.device)
-
-
-def predicted_importance(
-    model: nn.Module,
-    request: Request,
-    predictor: Predictor,
-    token_BL: Tensor,
-    segments_BL: Tensor,
-    mask_BL: Tensor,
-    max_tokens: int = 2**13,
-    checkpoint_activations: bool = False,
-    max_over_ranks: Callable[[int], int] = lambda count: count,
-    sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
-) -> tuple[Tensor, Tensor]:
-    """`batch_importance` with a `predictor`, which learns from the batch; and `PREDICTION_NAMES`, float32 `[B, 4]`.
-
-    `sum_over_ranks` returns a tensor's sum over all ranks. Predictions are 0 until enough tokens were seen.
-    """
-    token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
-    usable_B, device = (segments == Segment.REASONING).any(-1), next(model.parameters()).device
-    packed = packed_rows(token, segments, mask)[0]
-    batch = PredictedBatch(predictor, request, packed, usable_B, sum_over_ranks, device)
-    importance_BL = torch.zeros(token.shape)
-    if max_over_ranks(int(usable_B.sum())):
-        check_by_trial(model, request, token[mask].to(device), partial(_read, model), max_over_ranks)
+    importance_BL, usable_B = torch.zeros(token.shape), (segments == Segment.REASONING).any(-1)
 
     def run(asked: Request, wanted_B: Tensor) -> None:
         groups = of_like_length(wanted_B.nonzero()[:, 0], mask.sum(-1), max_tokens)
+        # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
         most = max_over_ranks(len(groups))
+        if most:
+            sequence = token[mask].to(next(model.parameters()).device)
+            check_by_trial(model, request, sequence, partial(_read, model), max_over_ranks)
         for group in groups:
             rows = token[group], segments[group], mask[group]
             packed, _, scores = _run(model, asked, rows, checkpoint_activations)
-            part_KL = torch.zeros(len(group), token.shape[1])
-            part_KL[mask[group]] = batch.field(packed, scores, scores.log_prob_T, group.tolist())
+            part_KL = torch.zeros(rows[0].shape)
+            if predicted is None:
+                part_KL[mask[group]] = importance_of_scores(asked, packed, scores)
+            else:
+                part_KL[mask[group]] = predicted.field(packed, scores, scores.log_prob_T, group.tolist())
             importance_BL[group] = part_KL
         for _ in range(most - len(groups)):
             _run(model, asked, (NOTHING_11, NOTHING_11, None), checkpoint_activations)
 
-    run(batch.scoring, batch.scored_B)
+    scored_B = usable_B if predicted is None else predicted.scored_B
+    run(request if predicted is None else predicted.scoring, scored_B)
     if request.importance_object.copies:
-        own = segments.masked_fill(~batch.scored_B[:, None], int(Segment.OUTSIDE))
-        importance_BL = copies_importance(model, request, token, own, mask, max_tokens, max_over_ranks)
-    batch.learn(torch.arange(len(token)), [row[keep] for row, keep in zip(importance_BL, mask, strict=True)])
-    run(batch.predicting, usable_B & ~batch.scored_B)
-    _release(model)
-    return importance_BL.to(token_BL.device), batch.end_step(usable_B)
-
-
-def _release(model: nn.Module) -> None:
-    """Some FSDP2 modules keep frozen weights gathered until a backward."""
+        scored = segments.masked_fill(~scored_B[:, None], int(Segment.OUTSIDE))
+        importance_BL = copies_importance(model, request, token, scored, mask, max_tokens, max_over_ranks)
+    if predicted is not None:
+        predicted.learn(torch.arange(len(token)), [row[keep] for row, keep in zip(importance_BL, mask, strict=True)])
+        run(predicted.predicting, usable_B & ~scored_B)
+    # Some FSDP2 modules keep frozen weights gathered until a backward.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    return importance_BL.to(token_BL.device)
 
 
 def copies_importance(

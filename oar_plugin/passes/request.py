@@ -39,7 +39,7 @@ FIELDS = *SHOWN, *USED
 class Request:
     config: OarConfig
     probe: Probe  # of this training step (the warm-up has been applied)
-    seed: int  # of the random signs and noise in this training step
+    seed: int  # of signs and noise in this training step
     max_response_length: int = sys.maxsize  # a response of this length is truncated unless its last token is an EOS
     max_length: int = sys.maxsize  # the same of prompt and response together
     temperature: float = 1.0  # sampling temperature of the responses

@@ -85,10 +85,11 @@ def segment_response(
         return nothing, Status.SEARCH_FAILED
     segments_L, status, started = None, Status.NO_ANSWER, time.perf_counter()
     try:
-        pieces, started = _pieces(token_bytes, ids), time.perf_counter()  # the time of decoding counts only if it fails
+        pieces, started = token_bytes.pieces(ids), time.perf_counter()  # the time of decoding counts only if it fails
         segments_L = segment_tokens(pieces, finder, own)
-    except SearchFailed as error:
-        warn_once("%s; such responses keep plain GRPO", str(error), exc_info=True)
+    except Exception as error:  # of a user's own pattern, or of a model's own tokenizer, which runs code of its own
+        said = str(error) if isinstance(error, SearchFailed) else f"the tokenizer raised {type(error).__name__}"
+        warn_once("%s; such responses keep plain GRPO", said, exc_info=True)
         status = Status.SEARCH_FAILED
     seconds = time.perf_counter() - started
     if status == Status.SEARCH_FAILED or seconds > SLOW_SECONDS:
@@ -100,10 +101,3 @@ def segment_response(
     if (segments_L == Segment.ANSWER).sum() > max_answer_tokens:
         return nothing, Status.ANSWER_TOO_LONG
     return segments_L, Status.SCORED
-
-
-def _pieces(token_bytes: TokenBytes, ids: Sequence[int]) -> list[bytes]:
-    try:
-        return token_bytes.pieces(ids)
-    except Exception as error:  # a model's own tokenizer runs code of its own
-        raise SearchFailed(f"the tokenizer raised {type(error).__name__}") from error

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from oar_plugin.passes import prediction
-from oar_plugin.passes.plain import batch_importance, predicted_importance
+from oar_plugin.passes.plain import batch_importance, packed_rows
 from oar_plugin.passes.predicted_batch import PredictedBatch
 from oar_plugin.passes.prediction import Predictor, agreement, predictor_of
 from tests.asked import asked
@@ -25,7 +25,11 @@ def few_tokens(monkeypatch):
 
 
 def predict(model, predictor, request, max_tokens=2**13):
-    return predicted_importance(model, request, predictor, *padded(rows_of()), max_tokens)
+    rows = padded(rows_of())
+    usable_B = torch.ones(len(rows[0]), dtype=torch.bool)
+    packed, alone = packed_rows(*rows)[0], (lambda tensor: tensor)
+    batch = PredictedBatch(predictor, request, packed, usable_B, alone, torch.device("cpu"))
+    return batch_importance(model, request, *rows, max_tokens, predicted=batch), batch.end_step(usable_B)
 
 
 @pytest.mark.parametrize("importance", ["fisher", "oar_g", "oar_p"])
