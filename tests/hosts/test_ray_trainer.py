@@ -129,7 +129,7 @@ def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, nodes):
     for name in ("responses", "response_mask"):
         assert not asked[name].is_nested, "the actors take the padding away, each from its rows"
         assert [row.tolist() for row in response_rows(asked, name)] == [[1] * LENGTHS[row] for row in order]
-    assert asked[NEEDED][:, 0].tolist() == [(1, -1, -1, 0, 0, 0)[row] for row in order]
+    assert asked[NEEDED][:, 0].tolist() == [(1, 1, 1, 0, 0, 0)[row] for row in order]
     want = TokenCredit(one.oar, one.tokenizer).reshape(
         1,
         host_BL,
@@ -177,11 +177,11 @@ def test_another_estimator_runs_only_verls_methods(monkeypatch):
 def test_every_row_is_scored_with_kl_in_the_reward_or_before_a_reward_models_scores():
     one, batch = trainer_of(), batch_of()
     one.config.algorithm.use_kl_in_reward = True
-    assert one._advantage_signs(batch).eq(1).all()
+    assert one._has_advantage(batch).all()
     one.config.algorithm.use_kl_in_reward = False
-    assert one._advantage_signs(batch).tolist() == [1, -1, -1, 0, 0, 0]
+    assert one._has_advantage(batch).tolist() == [row < 3 for row in range(6)]
     del batch.batch["rm_scores"]
-    assert one._advantage_signs(batch).eq(1).all()
+    assert one._has_advantage(batch).all()
 
 
 def test_ranks_get_equal_numbers_of_rows_to_score():
@@ -190,7 +190,7 @@ def test_ranks_get_equal_numbers_of_rows_to_score():
     lengths, rewards = (40, 37, 30, 31, 20, 21, 10, 11), (1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
     batch = batch_of(lengths, (*"abacdbdc",), rewards)
     one._balance_batch(batch, metrics)
-    assert one._advantage_signs(batch).bool().view(2, 4).sum(-1).tolist() == [2, 2]
+    assert one._has_advantage(batch).view(2, 4).sum(-1).tolist() == [2, 2]
     assert (batch.batch["row"].view(2, 4).diff() > 0).all(), "in the order of sampling"
     assert metrics["global_seqlen/balanced_max"] == batch.batch["attention_mask"].view(2, -1).sum(-1).max()
     assert ours.SAMPLED_AT not in batch.batch
@@ -216,7 +216,7 @@ def test_copies_are_for_the_actor_also_in_trainers_of_verl_experimental(trainer)
     with pytest.raises(OarConfigError, match=r"backend=rollout with RayPPOTrainer") as raised:
         resolve(plain(**trainer, algorithm__oar=copies))
     assert ("use_v1" in str(raised.value)) == (trainer != {"trainer__use_v1": None}), "verl 0.8 has no such key"
-    assert resolve(plain(**trainer, algorithm__oar={"importance": "oar_p"})).copies is not None
+    assert resolve(plain(**trainer, algorithm__oar={"importance": "oar_p"})).importance_object.copies
 
 
 def test_a_subclass_may_drop_rows_after_the_log_probs():

@@ -153,7 +153,7 @@ def world(monkeypatch):
     return build
 
 
-@pytest.mark.parametrize(("kl_in_reward", "marked"), [(False, [1, -1, -1, 0, 0, 0]), (True, [1] * 6)])
+@pytest.mark.parametrize(("kl_in_reward", "marked"), [(False, [1, 1, 1, 0, 0, 0]), (True, [1] * 6)])
 def test_rows_of_groups_without_a_signal_are_not_needed_unless_kl_is_in_the_reward(world, kl_in_reward, marked):
     one = world()
     one.trainer.config.algorithm.use_kl_in_reward = kl_in_reward
@@ -319,12 +319,12 @@ def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world
     batch = one.trainer._balance_batch(one.batch, one.metrics)
     assert one.metrics["oar/lost_responses"] == (1 / 8 if padded else 0), "fillers are nobody's responses"
     marked = dict(zip(one.keys, one.needed(), strict=True))
-    assert one.needed() == [1, 0, -1, 0, 1, 0, -1, 0]
+    assert one.needed() == [1, 0, 1, 0, 1, 0, 1, 0]
     places = [one.keys.index(key) for key in batch.keys]
     assert sorted(places) == list(range(8))
     for rank in (places[:4], places[4:]):
         assert rank == sorted(rank)
-        assert sum(marked[one.keys[place]] != 0 for place in rank) == 2
+        assert sum(marked[one.keys[place]] for place in rank) == 2
     tokens = [tag["seq_len"] for tag in batch.tags]
     assert one.metrics["global_seqlen/balanced_max"] == max(sum(tokens[:4]), sum(tokens[4:]))
     assert one.trainer.timing_raw["oar"] > 0
@@ -423,7 +423,7 @@ def test_what_an_engine_could_not_score_the_actor_does(offloading, settings, fal
     one = offloading(Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER, **settings)
     (request,) = one.requests
     assert Request.from_dict(request).importance == fallback
-    assert one.needed() == [0, -1, 0, 0, 0, 0]
+    assert one.needed() == [0, 1, 0, 0, 0, 0]
     got = one.credited()
     assert (got[0, :4].argsort() == one.order).all()
     assert torch.equal(got[2], one.host_advantage()[2])  # no answer: plain
@@ -443,7 +443,7 @@ def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_sc
     one.trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[worker])
     (request,) = one.requests
     assert Request.from_dict(request).importance == "oar_p"
-    assert [abs(sign) for sign in one.needed()] == [1, 1, 0, 0, 0, 0]
+    assert one.needed() == [1, 1, 0, 0, 0, 0]
     one.report_from_actor([Status.SCORED if needed else Status.NOT_NEEDED for needed in one.needed()])
     more = torch.tensor([1.0, float("nan"), float("nan"), 0.75])
     one.fields[MEASURES] = nested([torch.cat([row, more]) for row in one.fields[MEASURES].unbind()])
