@@ -8,7 +8,6 @@ weights change the update. A group whose rewards are all equal is not scored.
 import asyncio
 import time
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from oar_plugin.credit.noise import response_seeds, step_seed
 from oar_plugin.credit.perturbation import units
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
-from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.settings import length_limits, resolve
 from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
 from oar_plugin.output import logger
@@ -167,7 +166,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         record = OffloadRecord(Status.NOT_SCORED, generated_at=output.generated_at)
         try:
             if not await group.matters():
-                record = replace(record, status=Status.NOT_NEEDED)
+                record = record._replace(status=Status.NOT_NEEDED)
             elif not output.multi_modal_data:
                 mask = np.array(output.response_mask, dtype=bool)
                 response, total = length_limits(self.config, longest_of(self.model_config.hf_config))
@@ -178,7 +177,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 segments, status = segment_response(output.response_ids, mask, *found_by)
                 if status == Status.SCORED and not self._chosen(output, step):
                     status = Status.NOT_SCORED
-                record = replace(record, status=status)
+                record = record._replace(status=status)
                 if record.status == Status.SCORED:
                     tokens = int((segments == Segment.REASONING).sum())
                     self._scored_tokens += tokens  # before the wait: other responses are chosen in the meantime
@@ -190,7 +189,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             fields = self._weighed(importance, segments, record.status)
         except Exception:
             logger.exception("OAR could not score a response; it falls back to GRPO")
-            record = replace(record, status=Status.ENGINE_FAILED)
+            record = record._replace(status=Status.ENGINE_FAILED)
             fields = self._weighed(np.zeros_like(importance), segments, record.status)
         return fields | {OFFLOAD: record.to_row()}
 
@@ -222,9 +221,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             if result.fault in (None, "too_long"):
                 break
             logger.warning("OAR: an engine could not score a response (%s), attempt %d", result.fault, attempts)
-        numbers = attempts, result.copies, result.retried, result.tokens, result.cached_tokens
-        done_at = deciles([began + seconds for seconds in result.done_at])
-        return result, OffloadRecord(STATUS_OF_FAULT[result.fault], *numbers, output.generated_at, done_at)
+        numbers = STATUS_OF_FAULT[result.fault], attempts, result.copies, result.retried, output.generated_at
+        return result, OffloadRecord(*numbers, *(began + result.done_at[end] for end in (0, -1) if result.done_at))
 
     def _task(self, output: AgentLoopOutput, segments: np.ndarray, step: int) -> ScoringTask:
         oar = self._oar
