@@ -9,8 +9,8 @@ with it before the update.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -108,34 +108,11 @@ class OarRayTrainer(TrainerCredit):
         result.batch.update(answer | {ENTROPY: result.batch["entropys"]})
         return result, *others
 
-    @contextmanager
-    def _asking(self, needed_B: Tensor, importance_only: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Lets the actor's next log-prob pass also score the rows of `needed_B`; the dict gets its answer, padded."""
+    def _asking(self, needed_B: Tensor, importance_only: bool = False) -> AbstractContextManager[dict[str, Tensor]]:
         assert self.oar is not None
         self._start(self.oar)
-        workers, request, needed_B1 = self.actor_rollout_wg, self._request(importance_only), needed_B.long()[:, None]
         kept = FIELDS if self._credit.dumps.folder is not None else (*USED, SEGMENTS)
-        answer, compute = {NEEDED: needed_B1}, workers.compute_log_prob
-
-        def ask(data: TensorDict) -> TensorDict:
-            asked, size = data.clone(recurse=False), (len(data), data["responses"].shape[1])
-            asked[NEEDED] = needed_B1
-            tu.assign_non_tensor(asked, **{REQUEST: request})
-            output: TensorDict = compute(asked)
-            if WEIGHTS not in output:
-                raise RuntimeError(no_importance(self.global_steps))
-            given = {name: output.pop(name) for name in FIELDS}
-            for name in kept:
-                per_token, fill = name in (*SHOWN, WEIGHTS), int(name == WEIGHTS)
-                rows = given[name].to_padded_tensor(fill, size) if per_token else given[name].values().view(size[0], -1)
-                answer[name] = rows
-            return output
-
-        workers.compute_log_prob = ask
-        try:
-            yield answer
-        finally:
-            workers.compute_log_prob = compute
+        return asking(self.actor_rollout_wg, needed_B, self._request(importance_only), self.global_steps, kept)
 
     def _score_alone(self, batch: DataProto) -> None:
         """In bypass mode the log-probs come from the rollout. No pass computes them, so importance needs its own."""
@@ -174,6 +151,35 @@ class OarRayTrainer(TrainerCredit):
         batch.meta_info = {**batch.meta_info, RESHAPED: True}  # a new one: the parts of a split batch share theirs
         result.meta_info["metrics"].update({name: [value] for name, value in metrics.items()})
         return result
+
+
+@contextmanager
+def asking(
+    workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, kept: Sequence[str]
+) -> Iterator[dict[str, Tensor]]:
+    """Lets the next log-prob pass of the workers also score the rows of `needed_B`; the dict gets `kept` fields, padded."""
+    needed_B1, compute = needed_B.long()[:, None], workers.compute_log_prob
+    answer = {NEEDED: needed_B1}
+
+    def ask(data: TensorDict) -> TensorDict:
+        asked, size = data.clone(recurse=False), (len(data), data["responses"].shape[1])
+        asked[NEEDED] = needed_B1
+        tu.assign_non_tensor(asked, **{REQUEST: request})
+        output: TensorDict = compute(asked)
+        if WEIGHTS not in output:
+            raise RuntimeError(no_importance(step))
+        given = {name: output.pop(name) for name in FIELDS}
+        for name in kept:
+            per_token, fill = name in (*SHOWN, WEIGHTS), int(name == WEIGHTS)
+            rows = given[name].to_padded_tensor(fill, size) if per_token else given[name].values().view(size[0], -1)
+            answer[name] = rows
+        return output
+
+    workers.compute_log_prob = ask
+    try:
+        yield answer
+    finally:
+        workers.compute_log_prob = compute
 
 
 def advantage_to_weight(**given: Any) -> Any:
