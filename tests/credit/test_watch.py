@@ -2,7 +2,7 @@
 
 import pytest
 
-from oar_plugin.credit.diagnostics import FALLBACKS, summarize
+from oar_plugin.credit.diagnostics import FALLBACKS
 from oar_plugin.credit.watch import ADVICE, STEPS, Watch
 
 ALL = {"oar/answer_found": 0.0, "oar/fallback/any": 1.0, "oar/fallback/constant": 0.75, "oar/fallback/no_answer": 0.25}
@@ -72,9 +72,4 @@ def test_bad_rewards_and_lost_responses_are_told(caplog, steps, said_of):
 
 
 def test_every_reason_that_is_counted_has_its_advice():
-    import torch
-
-    metrics = summarize(torch.zeros(2, 4), torch.full((2,), int(FALLBACKS[0])))
-    assert {f"fallback/{reason.name.lower()}" for reason in ADVICE} | {"fallback/any"} == {
-        name for name in metrics if name.startswith("fallback/")
-    }
+    assert ADVICE.keys() == {*FALLBACKS}

@@ -288,34 +288,20 @@ def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, mo
 # ---- rows dealt out to ranks
 
 
-def upsampled(one):
-    """As verl fills up a batch: with a row without a response of its own."""
-
-    def upsample(batch, multiple, eos):
-        assert (len(batch) + 1) % multiple == 0
-        one.keys.append("pad_0_0")
-        extra = {"uid": ["pad"], "response_mask": torch.zeros(1, dtype=torch.long), "rm_scores": torch.zeros(1)}
-        for name, row in extra.items():
-            rows = one.fields[name].tolist() + row if name == "uid" else [*one.fields[name].unbind(), row]
-            one.fields[name] = NonTensorStack(*rows) if name == "uid" else nested(rows)
-        tags = [*batch.tags, {"seq_len": 128, "is_padding": True}]
-        return KVBatchMeta(keys=[*batch.keys, "pad_0_0"], partition_id="train", extra_info={}, tags=tags)
-
-    return upsample
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world, monkeypatch, padded):
     """verl's own dealing, by tokens, gives one of the two ranks all four of them."""
     lengths = [40, 37, 30, 31, 20, 21, 10, 11]
     rewards, uids = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0], [*"abacdbdc"]  # a and d have a signal
     if padded:
-        lengths, rewards, uids = lengths[:7], rewards[:7], uids[:7]
+        lengths[7], uids[7] = 1, "pad"
     one = world(lengths=lengths, rewards=rewards, uids=uids)
     one.trainer.config.actor_rollout_ref.rollout.n = 2
     one.trainer.actor_rollout_wg._dispatch_info["actor"] = [0, 0, 1, 1]
-    if padded:
-        monkeypatch.setattr(BASE, "upsample_batch_to_divisible_size", upsampled(one))
+    if padded:  # verl fills up the batch with a row without a response of its own
+        tags = [*one.batch.tags[:7], {"seq_len": 128, "is_padding": True}]
+        filled, one.batch = (KVBatchMeta(one.keys[:n], partition_id="train", tags=tags[:n]) for n in (8, 7))
+        monkeypatch.setattr(BASE, "upsample_batch_to_divisible_size", lambda batch, multiple, eos: filled)
     batch = one.trainer._balance_batch(one.batch, one.metrics)
     assert one.metrics["oar/lost_responses"] == (1 / 8 if padded else 0), "fillers are nobody's responses"
     marked = dict(zip(one.keys, one.needed(), strict=True))

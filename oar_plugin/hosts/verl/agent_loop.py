@@ -50,34 +50,23 @@ class Group:
     """
 
     def __init__(self, size: int, decides: bool) -> None:
-        self._size = size
-        self._reported: set[int] = set()
-        self._rewards: set[float] = set()
-        self._differ = not decides
+        self._size, self._differ = size, not decides
+        self._reported, self._rewards = set[int](), set[float]()
         self._known = asyncio.Event()
-        self._settle()
 
-    def report(self, session: int, reward: float | None) -> None:
-        """Count a session as finished, once. `reward` is None if it failed or has no reward yet."""
+    def report(self, session: int, reward: float | None, comes_later: bool = False) -> None:
+        """Count a session as finished, once. `reward` is None if it failed, or if rewards are computed after this loop."""
         self._reported.add(session)
         if reward is not None:
             self._rewards.add(reward)
-        self._settle()
-
-    def reward_comes_later(self) -> None:
-        """Record that rewards are computed after this loop, so every response is scored."""
-        self._differ = True
-        self._settle()
+        self._differ = self._differ or comes_later or len(self._rewards) > 1
+        if self._differ or len(self._reported) >= self._size:
+            self._known.set()
 
     async def matters(self) -> bool:
         """Return whether to score the responses. Wait until two rewards differ, or until all responses are reported."""
         await self._known.wait()
         return self._differ
-
-    def _settle(self) -> None:
-        self._differ = self._differ or len(self._rewards) > 1
-        if self._differ or len(self._reported) >= self._size:
-            self._known.set()
 
 
 class ScoredOutput(AgentLoopOutput):
@@ -152,9 +141,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         group = _group.get()
         if group is None:
             return
-        if outputs[-1].reward_score is None:
-            group.reward_comes_later()
-        group.report(kwargs["session_id"], outputs[-1].reward_score)
+        reward = outputs[-1].reward_score
+        group.report(kwargs["session_id"], reward, comes_later=reward is None)
         for output in outputs:
             assert isinstance(output, ScoredOutput)
             output.oar_fields = await self._fields(output, group, kwargs["global_steps"])
@@ -202,7 +190,6 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return bool(hashed(response_seeds(token_T, torch.zeros_like(token_T), 1, seed)) < self._share)
 
     def _weighed(self, importance: np.ndarray, segments: np.ndarray, status: int) -> dict[str, Tensor]:
-        """Return the engines' fields of one response, with its weights."""
         if status != Status.SCORED:
             segments = np.zeros_like(segments)
         score_L, segment_L = torch.from_numpy(importance), torch.from_numpy(segments)
@@ -212,7 +199,6 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _score(
         self, output: ScoredOutput, segments: np.ndarray, step: int
     ) -> tuple[ScoringResult, OffloadRecord]:
-        """Return the result of a response's last attempt, and its record."""
         task = self._task(output, segments, step)
         result = ScoringResult()
         for attempts in range(1, ATTEMPTS + 1):

@@ -85,9 +85,9 @@ class OffloadRecord(NamedTuple):
 def offload_metrics(record_B7: Tensor, left_B: Tensor) -> dict[str, float]:
     """Metrics of a batch without verl's padding rows, by name without prefix, from its records (`OFFLOAD`).
 
-    `retried_copies`; `left_for_actor`, the share of the rows that the actor had to help with (`left_B`). If anything was sent to
-    an engine: `scored`, the share of it that the engines scored, and `fault/*`; `hidden_share`, the share of the copies that were
-    finished before the last response of the batch was, if a response's copies finish evenly between the first and the last;
+    `retried_copies`; `left_for_actor`, the share of the rows that the actor had to help with (`left_B`). If anything was sent
+    to an engine: `scored`, the share of it that the engines scored, and `fault/*`; `hidden_share`, the share of the copies that
+    were finished before the batch's last response was, if a response's copies finish evenly between the first and the last;
     `exposed_s`, the seconds that the batch waited for copies after that.
     """
     records = [OffloadRecord(*row) for row in record_B7.tolist()]

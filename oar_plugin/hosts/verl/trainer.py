@@ -90,7 +90,9 @@ class OarTrainerMixin(TrainerCredit):
         if self._warms_up() or (self.oar.offloads and not _read(batch, NEEDED)[NEEDED].values().any()):
             return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         alone = self._bypasses_log_probs()
-        if alone:  # the old log-probs come from the rollout, and no pass computes them: importance needs a pass of its own
+        if (
+            alone
+        ):  # the old log-probs come from the rollout, and no pass computes them: importance needs a pass of its own
             batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         batch.extra_info[REQUEST] = self._request(alone)
         if alone:
@@ -111,9 +113,7 @@ class OarTrainerMixin(TrainerCredit):
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
         """Writes `oar_needed`, the rows that the actor is to score, and returns it, bool `[B]`.
 
-        If a row's advantage is exactly zero, weights cannot change its update. The host's own estimator computes the
-        advantage from rewards alone, before log-probs exist. With KL in the reward, it is not known yet: every row is
-        scored. Rows that the rollout engines have scored are not scored again.
+        Rows that the rollout engines have scored are not scored again.
         """
         needed_B = self._has_advantage(batch)
         if self.oar.offloads:
@@ -129,6 +129,7 @@ class OarTrainerMixin(TrainerCredit):
         return needed_B
 
     def _has_advantage(self, batch: Any) -> torch.Tensor:
+        """As in `OarRayTrainer`: the base estimator's, from rewards alone; with KL in the reward every row."""
         if self.config.algorithm.use_kl_in_reward:
             return ~_padding_rows(batch)
         fields = _read(batch, "uid", "response_mask", "rm_scores").to_padded_tensor()
@@ -158,10 +159,11 @@ class OarTrainerMixin(TrainerCredit):
             return batch
         with marked_timer("oar", self.timing_raw):
             of_engines = [ENGINE_FIELDS[name] for name in (WEIGHTS, STATUS, MEASURES)]
-            data = _read(batch, "advantages", "rm_scores", NEEDED, *USED, *of_engines)
+            data: Any = _read(batch, "advantages", "rm_scores", NEEDED, *USED, *of_engines)
             asked_B = by_actor_B = data[NEEDED].values() != 0
             if WEIGHTS not in data and (asked_B.any() or not self.oar.offloads):
                 raise RuntimeError(no_importance(self.global_steps))
+            weights: Any
             if self.oar.offloads:
                 weights, status_B, measure_B4 = merged(data, asked_B, _padding_rows(batch))
             else:
