@@ -10,7 +10,6 @@ from oar_plugin.credit.diagnostics import FALLBACKS, Status
 STEPS = 20
 """Warnings are about means over so many steps. The first one alone is judged only if every response fell back."""
 LOW_ANSWER_FOUND, SOME_REWARD = 0.1, 0.1
-LOW_ESS_RATIO = 0.05  # one token in twenty has all the credit of its response
 ROUNDING = 1e-6
 
 _ENGINES = "see docs/oar-p.md, or set perturbation.backend=actor"
@@ -63,9 +62,6 @@ class Watch:
         elif whole and found < LOW_ANSWER_FOUND and rewarded > SOME_REWARD:
             text = f"the mean reward is {rewarded:.2f}, but only {found:.0%} of the responses have an answer that OAR finds"
             self._warn("answer_found", f"{text}; {ADVICE[Status.NO_ANSWER]}")
-        ratios = [metrics["oar/ess_ratio"] for _, metrics in self._seen if "oar/ess_ratio" in metrics]
-        if len(self._seen) == STEPS and ratios and (ratio := sum(ratios) / len(ratios)) < LOW_ESS_RATIO:
-            self._warn("ess_ratio", f"few tokens have all credit (ESS ratio {ratio:.3f}); lower beta or raise floor")
         if 0 < (bad := self._mean("oar/fallback/bad_reward")) < 1:  # where all are, it is said above
             text = f"{bad:.1%} of the responses have a reward that is missing, NaN or infinite, or a sibling with one"
             self._warn("reward", f"{text}, and keep plain GRPO; {ADVICE[Status.BAD_REWARD]}")

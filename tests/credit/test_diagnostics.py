@@ -42,11 +42,6 @@ def test_shares_are_of_the_responses_that_matter():
     assert {name: metrics[name] for name in want} == pytest.approx(want)
 
 
-def test_a_single_response_that_fell_back_is_all_of_them():
-    metrics = summarize(torch.ones(1, 4), torch.tensor([Status.TRUNCATED]))
-    assert (metrics["fallback/truncated"], metrics["fallback/any"], metrics["answer_found"]) == (1, 1, 0)
-
-
 def test_a_batch_without_any_need_has_the_counters_all_the_same():
     metrics = summarize(torch.ones(1, 4), torch.tensor([Status.NOT_NEEDED]))
     counters = {f"fallback/{reason.name.lower()}" for reason in FALLBACKS} | {"fallback/any"}

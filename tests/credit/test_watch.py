@@ -2,7 +2,7 @@
 
 import pytest
 
-from oar_plugin.credit.diagnostics import FALLBACKS, summarize
+from oar_plugin.credit.diagnostics import FALLBACKS
 from oar_plugin.credit.watch import ADVICE, STEPS, Watch
 
 ALL = {"oar/answer_found": 0.0, "oar/fallback/any": 1.0, "oar/fallback/constant": 0.75, "oar/fallback/no_answer": 0.25}
@@ -61,23 +61,15 @@ def test_rewards_without_answers_point_to_the_patterns(caplog, found, reward, du
 @pytest.mark.parametrize(
     ("steps", "said_of"),
     [
-        ([NONE | {"oar/ess_ratio": 0.04}] * (STEPS - 1), []),
-        ([NONE | {"oar/ess_ratio": 0.04}] * (STEPS - 1) + [NONE], ["few tokens have all credit (ESS ratio 0.040)"]),
-        ([NONE | {"oar/ess_ratio": 0.06}] * STEPS, []),
         ([NONE | {"oar/lost_responses": 0.0}] * STEPS, []),
         ([NONE | {"oar/lost_responses": 0.25}, *[NONE] * 10], ["25.0% of the responses are lost"]),
         ([NONE, NONE | {"oar/fallback/bad_reward": 0.25}], ["12.5% of the responses have a reward that is missing"]),
     ],
 )
-def test_credit_on_few_tokens_and_lost_responses_are_told(caplog, steps, said_of):
+def test_bad_rewards_and_lost_responses_are_told(caplog, steps, said_of):
     messages = said(caplog, steps)
     assert [part in message for message, part in zip(messages, said_of, strict=True)] == [True] * len(said_of)
 
 
 def test_every_reason_that_is_counted_has_its_advice():
-    import torch
-
-    metrics = summarize(torch.zeros(2, 4), torch.full((2,), int(FALLBACKS[0])))
-    assert {f"fallback/{reason.name.lower()}" for reason in ADVICE} | {"fallback/any"} == {
-        name for name in metrics if name.startswith("fallback/")
-    }
+    assert ADVICE.keys() == {*FALLBACKS}

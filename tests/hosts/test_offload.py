@@ -9,39 +9,30 @@ pytest.importorskip("verl")
 import verl  # noqa: F401
 
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OffloadRecord, actor_may_help, deciles, merged, offload_metrics
+from oar_plugin.hosts.verl.offload import ACTOR_MAY_HELP, ENGINE_FIELDS, OffloadRecord, merged, offload_metrics
 from oar_plugin.passes.request import MEASURES, STATUS, WEIGHTS
 from tests.hosts.engine.world import nested
 
 
 def record(**changes):
-    base = dict(
-        status=int(Status.SCORED), attempts=1, copies=10, retried=1, tokens=1000, cached_tokens=400,
-        generated_at=1e9, done_at=deciles([1e9 + i for i in range(11)]),
-    )  # fmt: skip
-    return OffloadRecord(**{**base, **changes})
+    base = {"status": int(Status.SCORED), "attempts": 1, "copies": 10, "retried": 1}
+    return OffloadRecord(**base | {"generated_at": 1e9, "first_at": 1e9, "last_at": 1e9 + 10} | changes)
 
 
-def test_a_record_survives_its_row():
-    for one in (record(), OffloadRecord(int(Status.NO_ANSWER))):
-        assert OffloadRecord.from_row(one.to_row()) == one
-
-
-def test_copies_done_by_a_moment():
-    for moment, copies in [(-5, 0), (0, 0), (5, 5), (7.5, 7.5), (10, 10), (99, 10)]:
-        assert record().done_by(1e9 + moment) == pytest.approx(copies)
-    at_once = record(done_at=deciles([1e9 + 3.0]))
-    assert (at_once.done_by(1e9 + 2.9), at_once.done_by(1e9 + 3.0)) == (0, 10)
+def metrics_of(*records, left=(0,)):
+    return offload_metrics(torch.stack([one.to_row() for one in records]), torch.tensor(left))
 
 
 def test_metrics_say_what_hid_behind_generation():
     late = record(generated_at=1e9 + 4, copies=30, attempts=2, status=int(Status.TIMED_OUT))
     idle = OffloadRecord(int(Status.NOT_NEEDED), generated_at=1e9 + 5)
-    metrics = offload_metrics([one.to_row() for one in (record(), late, idle)], torch.zeros(3))
-    want = {"responses": 2, "scored": 0.5, "copies": 40, "hidden_share": 0.5, "exposed_s": 5, "cached_share": 0.4}
-    want |= {"retried_responses": 1, "fault/timed_out": 1}
-    assert {name: metrics[name] for name in want} == pytest.approx(want)
-    assert offload_metrics([idle.to_row()], torch.zeros(1))["responses"] == 0, "and no division by zero"
+    metrics = metrics_of(record(), late, idle, left=[0, 1, 0])
+    want = {"scored": 0.5, "hidden_share": 0.5, "exposed_s": 5, "retried_copies": 2, "fault/timed_out": 1}
+    assert metrics == pytest.approx(want | {"left_for_actor": 1 / 3})
+    for last, hidden in ((4.9, 1), (5, 1), (5.1, 0)):  # its copies end at one moment
+        at_once = record(first_at=1e9 + last, last_at=1e9 + last)
+        assert metrics_of(at_once, idle)["hidden_share"] == hidden
+    assert metrics_of(idle) == {"retried_copies": 0, "left_for_actor": 0}
 
 
 def fields_of(names, weight, statuses, lengths):
@@ -60,7 +51,7 @@ def test_the_actor_fills_what_the_engines_left_and_nothing_else(asked):
     statuses = [Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER, Status.SCORED]
     fields = {"advantages": nested([torch.ones(n) for n in lengths])}
     fields |= fields_of([ENGINE_FIELDS[name] for name in names], 2.0, statuses, scored)
-    assert actor_may_help(torch.tensor(statuses)).tolist() == [False, True, False, False]
+    assert torch.isin(torch.tensor(statuses), ACTOR_MAY_HELP).tolist() == [False, True, False, False]
     if asked:
         fields |= fields_of(names, 7.0, [Status.CONSTANT] * 4, lengths)
     asked_B, padding_B = torch.tensor([False, asked, False, False]), torch.tensor([False, False, False, True])

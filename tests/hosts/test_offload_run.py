@@ -25,7 +25,7 @@ pytestmark = whole_run
 RECIPE = "qwen2_5_7b_oar_p"
 COPIES = "algorithm.oar.perturbation"
 # Of the prefix cache: the smallest that vLLM's CPU build takes. The smaller, the more of their prefix copies share.
-BLOCK, SHARED = (16, 0.1) if Version(vllm.__version__) < Version("0.31") else (32, 0.02)
+BLOCK = 16 if Version(vllm.__version__) < Version("0.31") else 32
 LONG = [
     f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={BLOCK}",
     "data.max_response_length=64",
@@ -93,22 +93,14 @@ def offloaded(folder):
 
 
 def test_a_run_whose_engines_score(offloaded):
-    """With a LoRA adapter, which vLLM applies beside the weights, where verl can; every reasoning token gets a copy."""
+    """With a LoRA adapter, which vLLM applies beside the weights, where verl can."""
     check(offloaded, [1, 2])
     for step in offloaded:
         assert step["oar/offload/left_for_actor"] == 0
-        if (
-            step["oar/fallback/any"] < 1
-        ):  # a response can fall back after its copies were scored, with one reasoning token
-            needed = step["oar/scored"] / (1 - step["oar/fallback/any"]) * 32
-            assert step["oar/offload/responses"] <= needed + 1e-3
         assert not [name for name in step if "offload/fault" in name]
     for step in with_a_signal(offloaded):
         assert step["oar/offload/scored"] == 1
-        assert step["oar/offload/cached_share"] > SHARED, "copies share their prefix"
         assert 0 <= step["oar/offload/hidden_share"] <= 1
-        per_response = step["oar/offload/copies"] / step["oar/offload/responses"]
-        assert per_response == pytest.approx(step["oar/reasoning_tokens"], rel=0.05)
 
 
 def test_offloaded_scores_equal_single_copies_of_the_same_weights(offloaded, folder):

@@ -129,7 +129,7 @@ def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, nodes):
     for name in ("responses", "response_mask"):
         assert not asked[name].is_nested, "the actors take the padding away, each from its rows"
         assert [row.tolist() for row in response_rows(asked, name)] == [[1] * LENGTHS[row] for row in order]
-    assert asked[NEEDED][:, 0].tolist() == [(1, -1, -1, 0, 0, 0)[row] for row in order]
+    assert asked[NEEDED][:, 0].tolist() == [(1, 1, 1, 0, 0, 0)[row] for row in order]
     want = TokenCredit(one.oar, one.tokenizer).reshape(
         1,
         host_BL,
@@ -177,11 +177,11 @@ def test_another_estimator_runs_only_verls_methods(monkeypatch):
 def test_every_row_is_scored_with_kl_in_the_reward_or_before_a_reward_models_scores():
     one, batch = trainer_of(), batch_of()
     one.config.algorithm.use_kl_in_reward = True
-    assert one._advantage_signs(batch).eq(1).all()
+    assert one._has_advantage(batch).all()
     one.config.algorithm.use_kl_in_reward = False
-    assert one._advantage_signs(batch).tolist() == [1, -1, -1, 0, 0, 0]
+    assert one._has_advantage(batch).tolist() == [row < 3 for row in range(6)]
     del batch.batch["rm_scores"]
-    assert one._advantage_signs(batch).eq(1).all()
+    assert one._has_advantage(batch).all()
 
 
 def test_ranks_get_equal_numbers_of_rows_to_score():
@@ -190,7 +190,7 @@ def test_ranks_get_equal_numbers_of_rows_to_score():
     lengths, rewards = (40, 37, 30, 31, 20, 21, 10, 11), (1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
     batch = batch_of(lengths, (*"abacdbdc",), rewards)
     one._balance_batch(batch, metrics)
-    assert one._advantage_signs(batch).bool().view(2, 4).sum(-1).tolist() == [2, 2]
+    assert one._has_advantage(batch).view(2, 4).sum(-1).tolist() == [2, 2]
     assert (batch.batch["row"].view(2, 4).diff() > 0).all(), "in the order of sampling"
     assert metrics["global_seqlen/balanced_max"] == batch.batch["attention_mask"].view(2, -1).sum(-1).max()
     assert ours.SAMPLED_AT not in batch.batch
@@ -200,7 +200,7 @@ def test_workers_without_the_plugin_stop_the_run():
     one = trainer_of(workers=Workers(status=None))
     with pytest.raises(RuntimeError, match=r"step 1: .* returned none"):
         step(one, batch_of())
-    assert isinstance(one.actor_rollout_wg, Workers), "verl's own workers are back"
+    assert one.actor_rollout_wg.compute_log_prob.__func__ is Workers.compute_log_prob, "verl's own is back"
 
 
 def test_a_step_without_an_update_scores_nothing():
@@ -216,7 +216,7 @@ def test_copies_are_for_the_actor_also_in_trainers_of_verl_experimental(trainer)
     with pytest.raises(OarConfigError, match=r"backend=rollout with RayPPOTrainer") as raised:
         resolve(plain(**trainer, algorithm__oar=copies))
     assert ("use_v1" in str(raised.value)) == (trainer != {"trainer__use_v1": None}), "verl 0.8 has no such key"
-    assert resolve(plain(**trainer, algorithm__oar={"importance": "oar_p"})).copies is not None
+    assert resolve(plain(**trainer, algorithm__oar={"importance": "oar_p"})).importance_object.copies
 
 
 def test_a_subclass_may_drop_rows_after_the_log_probs():
@@ -241,14 +241,6 @@ def test_the_parts_of_a_batch_that_is_split_before_the_update_are_weighted_each_
     torch.testing.assert_close(torch.cat(parts), whole["advantages"])
 
 
-def test_a_reward_that_changes_after_the_rows_were_chosen_is_counted():
-    one = trainer_of()
-    batch = before_update(one, batch_of())
-    batch.batch["advantages"] = batch.batch["response_mask"].float()
-    metrics = one._update_actor(batch).meta_info["metrics"]
-    assert metrics["oar/fallback/not_scored"] == [0.5], "three of six responses"
-
-
 def test_a_trainer_that_updates_in_its_own_way_is_stopped():
     one, batch = trainer_of(), batch_of()
     batch.batch["token_level_rewards"] = batch.batch["rm_scores"]
@@ -258,16 +250,12 @@ def test_a_trainer_that_updates_in_its_own_way_is_stopped():
         host.compute_advantage(batch, "oar", config=one.config.algorithm)
 
 
-def test_log_probs_may_be_computed_again_before_the_update_and_reference_workers_get_nothing_of_ours():
+def test_log_probs_may_be_computed_again_before_the_update():
     one, batch = trainer_of(), batch_of()
     for _ in range(2):
         torch.manual_seed(0)  # verl unites only equal log-probs
         old, _ = one._compute_old_log_prob(batch)
         batch = batch.union(old)
-    assert WEIGHTS in batch.batch
-    one.ref_in_actor = True
-    one._compute_ref_log_prob(batch)
-    assert not [name for name in one.actor_rollout_wg.asked[-1].keys() if name.startswith("oar_")]  # noqa: SIM118
     assert {WEIGHTS, ours.ENTROPY} < {*batch.batch.keys()}
 
 

@@ -28,7 +28,7 @@ ON = "algorithm.adv_estimator=oar"
 TRAINER_CONFIG = Path(verl.__file__).parent / "trainer" / "config"
 ACTOR, ROLLOUT = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 MEGATRON = ACTOR + "megatron__"
-MOE, REPLAY = MEGATRON + "override_transformer_config__", "router_replay__mode"
+MOE = MEGATRON + "override_transformer_config__"
 COPIES = "algorithm__oar__perturbation__"
 OFFLOAD = {"algorithm__oar__importance": "oar_p", COPIES + "backend": "rollout", ROLLOUT + "name": "vllm"}
 
@@ -107,6 +107,9 @@ with_a_vllm = pytest.mark.skipif(versions.installed() is None, reason="without a
 )
 def test_what_the_offload_cannot_work_with_is_refused(changes, parts):
     assert resolve(config(**OFFLOAD)).offloads
+    assert not resolve(
+        config(**OFFLOAD | {ROLLOUT + "name": "sglang", "algorithm__oar__importance": "fisher"})
+    ).offloads
     assert_refused(OFFLOAD | changes, parts)
 
 
@@ -114,18 +117,7 @@ def test_without_a_vllm_the_offload_is_refused_and_the_local_backend_is_named(mo
     monkeypatch.setattr(settings, "installed", lambda: None)
     with pytest.raises(OarConfigError, match=r"backend=rollout: vLLM is not installed.*backend=actor"):
         resolve(config(**OFFLOAD))
-    assert resolve(config(**OFFLOAD | {COPIES + "backend": "actor"})).copies is not None
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [
-        OFFLOAD | {ROLLOUT + "name": "sglang", "algorithm__oar__importance": "fisher"},
-        *({ACTOR + "strategy": "megatron", MEGATRON + REPLAY: mode} for mode in ("R2", "R3")),
-    ],
-)
-def test_importance_from_gradients_runs_with_any_rollout_engine_and_with_router_replay(engine):
-    assert not resolve(config(**engine)).offloads
+    assert not resolve(config(**OFFLOAD | {COPIES + "backend": "actor"})).offloads
 
 
 @pytest.mark.parametrize(

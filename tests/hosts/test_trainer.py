@@ -119,7 +119,7 @@ class World:
         self.report_from_actor(statuses)
         del self.fields[SECONDS]
         self.fields |= {theirs: self.fields.pop(name) for name, theirs in ENGINE_FIELDS.items()}
-        done = {"copies": 4, "tokens": 40, "generated_at": 1e9, "done_at": (1e9,) * 11}
+        done = {"copies": 4, "generated_at": 1e9, "first_at": 1e9, "last_at": 1e9}
         self.fields[OFFLOAD] = torch.stack([OffloadRecord(int(s), 1, **done).to_row() for s in statuses])
 
     def log_probs(self):
@@ -153,7 +153,7 @@ def world(monkeypatch):
     return build
 
 
-@pytest.mark.parametrize(("kl_in_reward", "marked"), [(False, [1, -1, -1, 0, 0, 0]), (True, [1] * 6)])
+@pytest.mark.parametrize(("kl_in_reward", "marked"), [(False, [1, 1, 1, 0, 0, 0]), (True, [1] * 6)])
 def test_rows_of_groups_without_a_signal_are_not_needed_unless_kl_is_in_the_reward(world, kl_in_reward, marked):
     one = world()
     one.trainer.config.algorithm.use_kl_in_reward = kl_in_reward
@@ -288,43 +288,29 @@ def test_the_request_rides_on_the_log_prob_pass_and_is_taken_off_again(world, mo
 # ---- rows dealt out to ranks
 
 
-def upsampled(one):
-    """As verl fills up a batch: with a row without a response of its own."""
-
-    def upsample(batch, multiple, eos):
-        assert (len(batch) + 1) % multiple == 0
-        one.keys.append("pad_0_0")
-        extra = {"uid": ["pad"], "response_mask": torch.zeros(1, dtype=torch.long), "rm_scores": torch.zeros(1)}
-        for name, row in extra.items():
-            rows = one.fields[name].tolist() + row if name == "uid" else [*one.fields[name].unbind(), row]
-            one.fields[name] = NonTensorStack(*rows) if name == "uid" else nested(rows)
-        tags = [*batch.tags, {"seq_len": 128, "is_padding": True}]
-        return KVBatchMeta(keys=[*batch.keys, "pad_0_0"], partition_id="train", extra_info={}, tags=tags)
-
-    return upsample
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world, monkeypatch, padded):
     """verl's own dealing, by tokens, gives one of the two ranks all four of them."""
     lengths = [40, 37, 30, 31, 20, 21, 10, 11]
     rewards, uids = [1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0], [*"abacdbdc"]  # a and d have a signal
     if padded:
-        lengths, rewards, uids = lengths[:7], rewards[:7], uids[:7]
+        lengths[7], uids[7] = 1, "pad"
     one = world(lengths=lengths, rewards=rewards, uids=uids)
     one.trainer.config.actor_rollout_ref.rollout.n = 2
     one.trainer.actor_rollout_wg._dispatch_info["actor"] = [0, 0, 1, 1]
-    if padded:
-        monkeypatch.setattr(BASE, "upsample_batch_to_divisible_size", upsampled(one))
+    if padded:  # verl fills up the batch with a row without a response of its own
+        tags = [*one.batch.tags[:7], {"seq_len": 128, "is_padding": True}]
+        filled, one.batch = (KVBatchMeta(one.keys[:n], partition_id="train", tags=tags[:n]) for n in (8, 7))
+        monkeypatch.setattr(BASE, "upsample_batch_to_divisible_size", lambda batch, multiple, eos: filled)
     batch = one.trainer._balance_batch(one.batch, one.metrics)
     assert one.metrics["oar/lost_responses"] == (1 / 8 if padded else 0), "fillers are nobody's responses"
     marked = dict(zip(one.keys, one.needed(), strict=True))
-    assert one.needed() == [1, 0, -1, 0, 1, 0, -1, 0]
+    assert one.needed() == [1, 0, 1, 0, 1, 0, 1, 0]
     places = [one.keys.index(key) for key in batch.keys]
     assert sorted(places) == list(range(8))
     for rank in (places[:4], places[4:]):
         assert rank == sorted(rank)
-        assert sum(marked[one.keys[place]] != 0 for place in rank) == 2
+        assert sum(marked[one.keys[place]] for place in rank) == 2
     tokens = [tag["seq_len"] for tag in batch.tags]
     assert one.metrics["global_seqlen/balanced_max"] == max(sum(tokens[:4]), sum(tokens[4:]))
     assert one.trainer.timing_raw["oar"] > 0
@@ -423,7 +409,7 @@ def test_what_an_engine_could_not_score_the_actor_does(offloading, settings, fal
     one = offloading(Status.SCORED, Status.TIMED_OUT, Status.NO_ANSWER, **settings)
     (request,) = one.requests
     assert Request.from_dict(request).importance == fallback
-    assert one.needed() == [0, -1, 0, 0, 0, 0]
+    assert one.needed() == [0, 1, 0, 0, 0, 0]
     got = one.credited()
     assert (got[0, :4].argsort() == one.order).all()
     assert torch.equal(got[2], one.host_advantage()[2])  # no answer: plain
@@ -443,7 +429,7 @@ def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_sc
     one.trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[worker])
     (request,) = one.requests
     assert Request.from_dict(request).importance == "oar_p"
-    assert [abs(sign) for sign in one.needed()] == [1, 1, 0, 0, 0, 0]
+    assert one.needed() == [1, 1, 0, 0, 0, 0]
     one.report_from_actor([Status.SCORED if needed else Status.NOT_NEEDED for needed in one.needed()])
     more = torch.tensor([1.0, float("nan"), float("nan"), 0.75])
     one.fields[MEASURES] = nested([torch.cat([row, more]) for row in one.fields[MEASURES].unbind()])

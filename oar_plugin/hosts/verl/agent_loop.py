@@ -8,7 +8,6 @@ weights change the update. A group whose rewards are all equal is not scored.
 import asyncio
 import time
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from oar_plugin.credit.noise import response_seeds, step_seed
 from oar_plugin.credit.perturbation import units
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
-from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord, deciles
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.verl.settings import length_limits, resolve
 from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
 from oar_plugin.output import logger
@@ -51,34 +50,23 @@ class Group:
     """
 
     def __init__(self, size: int, decides: bool) -> None:
-        self._size = size
-        self._reported: set[int] = set()
-        self._rewards: set[float] = set()
-        self._differ = not decides
+        self._size, self._differ = size, not decides
+        self._reported, self._rewards = set[int](), set[float]()
         self._known = asyncio.Event()
-        self._settle()
 
-    def report(self, session: int, reward: float | None) -> None:
-        """Count a session as finished, once. `reward` is None if it failed or has no reward yet."""
+    def report(self, session: int, reward: float | None, comes_later: bool = False) -> None:
+        """Count a session as finished, once. `reward` is None if it failed, or if rewards are computed after this loop."""
         self._reported.add(session)
         if reward is not None:
             self._rewards.add(reward)
-        self._settle()
-
-    def reward_comes_later(self) -> None:
-        """Record that rewards are computed after this loop, so every response is scored."""
-        self._differ = True
-        self._settle()
+        self._differ = self._differ or comes_later or len(self._rewards) > 1
+        if self._differ or len(self._reported) >= self._size:
+            self._known.set()
 
     async def matters(self) -> bool:
         """Return whether to score the responses. Wait until two rewards differ, or until all responses are reported."""
         await self._known.wait()
         return self._differ
-
-    def _settle(self) -> None:
-        self._differ = self._differ or len(self._rewards) > 1
-        if self._differ or len(self._reported) >= self._size:
-            self._known.set()
 
 
 class ScoredOutput(AgentLoopOutput):
@@ -153,9 +141,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         group = _group.get()
         if group is None:
             return
-        if outputs[-1].reward_score is None:
-            group.reward_comes_later()
-        group.report(kwargs["session_id"], outputs[-1].reward_score)
+        reward = outputs[-1].reward_score
+        group.report(kwargs["session_id"], reward, comes_later=reward is None)
         for output in outputs:
             assert isinstance(output, ScoredOutput)
             output.oar_fields = await self._fields(output, group, kwargs["global_steps"])
@@ -167,7 +154,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         record = OffloadRecord(Status.NOT_SCORED, generated_at=output.generated_at)
         try:
             if not await group.matters():
-                record = replace(record, status=Status.NOT_NEEDED)
+                record = record._replace(status=Status.NOT_NEEDED)
             elif not output.multi_modal_data:
                 mask = np.array(output.response_mask, dtype=bool)
                 response, total = length_limits(self.config, longest_of(self.model_config.hf_config))
@@ -178,7 +165,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 segments, status = segment_response(output.response_ids, mask, *found_by)
                 if status == Status.SCORED and not self._chosen(output, step):
                     status = Status.NOT_SCORED
-                record = replace(record, status=status)
+                record = record._replace(status=status)
                 if record.status == Status.SCORED:
                     tokens = int((segments == Segment.REASONING).sum())
                     self._scored_tokens += tokens  # before the wait: other responses are chosen in the meantime
@@ -190,7 +177,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             fields = self._weighed(importance, segments, record.status)
         except Exception:
             logger.exception("OAR could not score a response; it falls back to GRPO")
-            record = replace(record, status=Status.ENGINE_FAILED)
+            record = record._replace(status=Status.ENGINE_FAILED)
             fields = self._weighed(np.zeros_like(importance), segments, record.status)
         return fields | {OFFLOAD: record.to_row()}
 
@@ -203,7 +190,6 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return bool(hashed(response_seeds(token_T, torch.zeros_like(token_T), 1, seed)) < self._share)
 
     def _weighed(self, importance: np.ndarray, segments: np.ndarray, status: int) -> dict[str, Tensor]:
-        """Return the engines' fields of one response, with its weights."""
         if status != Status.SCORED:
             segments = np.zeros_like(segments)
         score_L, segment_L = torch.from_numpy(importance), torch.from_numpy(segments)
@@ -213,7 +199,6 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _score(
         self, output: ScoredOutput, segments: np.ndarray, step: int
     ) -> tuple[ScoringResult, OffloadRecord]:
-        """Return the result of a response's last attempt, and its record."""
         task = self._task(output, segments, step)
         result = ScoringResult()
         for attempts in range(1, ATTEMPTS + 1):
@@ -222,9 +207,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             if result.fault in (None, "too_long"):
                 break
             logger.warning("OAR: an engine could not score a response (%s), attempt %d", result.fault, attempts)
-        numbers = attempts, result.copies, result.retried, result.tokens, result.cached_tokens
-        done_at = deciles([began + seconds for seconds in result.done_at])
-        return result, OffloadRecord(STATUS_OF_FAULT[result.fault], *numbers, output.generated_at, done_at)
+        numbers = STATUS_OF_FAULT[result.fault], attempts, result.copies, result.retried, output.generated_at
+        return result, OffloadRecord(*numbers, *(began + result.done_at[end] for end in (0, -1) if result.done_at))
 
     def _task(self, output: AgentLoopOutput, segments: np.ndarray, step: int) -> ScoringTask:
         oar = self._oar

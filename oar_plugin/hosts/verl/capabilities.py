@@ -31,7 +31,7 @@ FEATURES: dict[str, dict[str, list[str]]] = {
     "ray_trainer": {
         "verl.trainer.ppo.ray_trainer:RayPPOTrainer": [
             "_balance_batch(batch, metrics, logging_prefix, keep_minibatch)", "_compute_old_log_prob(batch)",
-            "_compute_ref_log_prob(batch)", "_update_actor(batch)",
+            "_update_actor(batch)",
         ],
     },
     "fsdp": {

@@ -7,8 +7,8 @@ asked for any. A further field, `oar_offload`, holds how the scoring of each res
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,18 +25,10 @@ from oar_plugin.passes.request import FIELDS, MEASURES, SECONDS, STATUS, WEIGHTS
 OFFLOAD = "oar_offload"
 ENGINE_FIELDS = {name: f"{name}_of_engines" for name in FIELDS if name != SECONDS}
 
-ACTOR_MAY_HELP = (
-    Status.NOT_NEEDED,  # rewards are equal, and yet the advantage is not zero: the base normalises over the batch
-    Status.NOT_SCORED,
-    Status.NON_FINITE,
-    Status.TIMED_OUT,
-    Status.TOO_LONG,
-    Status.ABORTED,
-    Status.ENGINE_FAILED,
-)
+FAULTS = Status.NON_FINITE, Status.TIMED_OUT, Status.TOO_LONG, Status.ABORTED, Status.ENGINE_FAILED
+# NOT_NEEDED: rewards are equal, and yet the advantage is not zero, because the base normalises over the batch.
+ACTOR_MAY_HELP = torch.tensor([Status.NOT_NEEDED, Status.NOT_SCORED, *FAULTS])
 """Statuses from the engines after which the actor can still score a response (`perturbation.fallback`)."""
-
-_DECILES = 11
 
 
 def switch_on(config: DictConfig, oar: OarConfig) -> None:
@@ -53,11 +45,6 @@ def switch_on(config: DictConfig, oar: OarConfig) -> None:
         if rollout.scheduling_policy != "priority":
             logger.info("actor_rollout_ref.rollout.scheduling_policy: priority (was %s)", rollout.scheduling_policy)
             rollout.scheduling_policy = "priority"
-
-
-def actor_may_help(status_B: Tensor) -> Tensor:
-    """Rows that the engines did not score and the actor still can, bool `[B]`, by the engines' `Status`."""
-    return torch.isin(status_B, torch.tensor(ACTOR_MAY_HELP))
 
 
 def merged(data: Mapping[str, Tensor], asked_B: Tensor, padding_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,68 +66,41 @@ def merged(data: Mapping[str, Tensor], asked_B: Tensor, padding_B: Tensor) -> tu
     return nested(weights), status_B, pad_sequence(chosen(MEASURES), True, torch.nan)  # engines predict nothing
 
 
-@dataclass(frozen=True)
-class OffloadRecord:
-    """How the scoring of one response on the rollout engines went."""
+class OffloadRecord(NamedTuple):
+    """How the scoring of one response on the rollout engines went. Moments are seconds of the wall clock."""
 
-    status: int  # of `Status`; SCORED when the engines delivered
+    status: int  # a `Status`; SCORED when the engines delivered
     attempts: int = 0  # calls to an engine
     copies: int = 0  # that were run
     retried: int = 0  # requests that were made a second time
-    tokens: int = 0  # prompt tokens of all requests
-    cached_tokens: int = 0  # how many of these came from the prefix cache
-    generated_at: float = 0.0  # wall clock, seconds, when the response was finished
-    done_at: tuple[float, ...] = (0.0,) * _DECILES  # wall clock of the first finished copy, each tenth and the last
+    generated_at: float = 0.0  # the moment when the response was finished
+    first_at: float = 0.0  # and its first copy
+    last_at: float = 0.0  # and its last
 
     def to_row(self) -> Tensor:
-        """float64: the wall clock needs it."""
-        *numbers, done_at = astuple(self)
-        return torch.tensor([*numbers, *done_at], dtype=torch.float64)
-
-    @classmethod
-    def from_row(cls, row: Tensor) -> OffloadRecord:
-        status, attempts, copies, retried, tokens, cached_tokens = map(int, row[:6].tolist())
-        return cls(status, attempts, copies, retried, tokens, cached_tokens, row[6].item(), tuple(row[7:].tolist()))
-
-    def done_by(self, moment: float) -> float:
-        """Number of copies that were finished at a moment of the wall clock, interpolated."""
-        return self.copies * float(np.interp(moment, self.done_at, np.linspace(0, 1, _DECILES)))
+        """float64: the wall clock needs it. `OffloadRecord(*row.tolist())` is the record again."""
+        return torch.tensor(self, dtype=torch.float64)
 
 
-def deciles(moments: Sequence[float]) -> tuple[float, ...]:
-    """Minimum, each tenth and maximum of some moments (zeros when there are none)."""
-    return tuple(np.quantile(moments or [0.0], np.linspace(0, 1, _DECILES)).tolist())
+def offload_metrics(record_B7: Tensor, left_B: Tensor) -> dict[str, float]:
+    """Metrics of a batch without verl's padding rows, by name without prefix, from its records (`OFFLOAD`).
 
-
-def offload_metrics(rows: Sequence[Tensor], asked_B: Tensor) -> dict[str, float]:
-    """Metrics of a batch, by name without prefix.
-
-    `rows` are the records (`OFFLOAD`) of a batch without verl's padding rows; the actor was asked for the rows of `asked_B`.
-
-    Returns counts, `left_for_actor` (share of the rows that the actor had to help with), and, where anything was sent to an
-    engine, `scored` (share of it that the engines scored), `cached_share` (tokens that the prefix cache saved), `hidden_share`
-    (copies finished before the last response of the batch was: they cost no time of their own), `exposed_s` (seconds that the
-    batch waited for copies after that).
+    `retried_copies`; `left_for_actor`, the share of the rows that the actor had to help with (`left_B`). If anything was sent
+    to an engine: `scored`, the share of it that the engines scored, and `fault/*`; `hidden_share`, the share of the copies that
+    were finished before the batch's last response was, if a response's copies finish evenly between the first and the last;
+    `exposed_s`, the seconds that the batch waited for copies after that.
     """
-    records = [OffloadRecord.from_row(row) for row in rows]
+    records = [OffloadRecord(*row) for row in record_B7.tolist()]
     sent = [record for record in records if record.attempts]
-    copies, tokens = sum(record.copies for record in sent), sum(record.tokens for record in sent)
-    metrics = {
-        "responses": float(len(sent)),
-        "copies": float(copies),
-        "tokens": float(tokens),
-        "retried_copies": float(sum(record.retried for record in sent)),
-        "retried_responses": float(sum(record.attempts > 1 for record in sent)),
-        "left_for_actor": asked_B.float().mean().item(),
-    }
+    metrics = {"retried_copies": sum(record.retried for record in sent), "left_for_actor": left_B.float().mean().item()}
     if not sent:
         return metrics
     by_status = Counter(Status(record.status) for record in sent)
     metrics["scored"] = by_status.pop(Status.SCORED, 0) / len(sent)
     metrics |= {f"fault/{status.name.lower()}": float(count) for status, count in by_status.items()}
-    metrics["cached_share"] = sum(record.cached_tokens for record in sent) / max(1, tokens)
     generated = max(record.generated_at for record in records)
-    if copies:
-        metrics["hidden_share"] = sum(record.done_by(generated) for record in sent) / copies
-    metrics["exposed_s"] = max(0.0, max(record.done_at[-1] for record in sent) - generated)
+    if copies := sum(record.copies for record in sent):
+        hidden = (one.copies * np.interp(generated, (one.first_at, one.last_at), (0, 1)) for one in sent)
+        metrics["hidden_share"] = float(sum(hidden) / copies)
+    metrics["exposed_s"] = max(0.0, max(record.last_at for record in sent) - generated)
     return metrics

@@ -10,7 +10,7 @@ with it before the update.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
-from torch.nn.functional import pad
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos, ray_trainer
 from verl.utils import tensordict_utils as tu
@@ -29,19 +28,12 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import rewarded, weighted
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import (
-    TrainerCredit,
-    answer_mismatch,
-    credit_metrics,
-    has_advantage,
-    no_importance,
-)
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, has_advantage, no_importance
 from oar_plugin.hosts.verl.viewer import padded_batch, show
 from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, SHOWN, STATUS, USED, WEIGHTS
 
 SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl balances it
 ENTROPY = "oar_entropy"  # field of the log-prob pass, for dumps. verl drops its own
-LATE = 0.05  # of the largest advantage: what a row that was not scored may have without being counted as a fallback
 UNUSED = 8  # advantages before the first update; with `trainer.critic_warmup`, one more for each of its steps
 OURS = (*FIELDS, NEEDED, ENTROPY)
 RESHAPED = "oar_reshaped"  # in a batch's `meta_info`: its advantages have the weights already
@@ -111,40 +103,25 @@ class OarRayTrainer(TrainerCredit):
             return super()._compute_old_log_prob(batch)  # type: ignore[misc]
         for name in OURS:  # of an earlier pass over this batch: verl unites only equal fields
             batch.batch.pop(name, None)
-        with self._asking(batch, self._has_advantage(batch)) as asking:
+        with self._asking(self._has_advantage(batch)) as answer:
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
-        result.batch.update(asking.answer | {ENTROPY: result.batch["entropys"]})
+        result.batch.update(answer | {ENTROPY: result.batch["entropys"]})
         return result, *others
 
-    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """verl's pass, which sends the whole batch to its workers: without our fields, which they do not read."""
-        ours = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
-        result: DataProto = super()._compute_ref_log_prob(batch)  # type: ignore[misc]
-        batch.batch.update(ours)
-        return result
-
-    @contextmanager
-    def _asking(self, batch: DataProto, needed_B: Tensor, importance_only: bool = False) -> Iterator["_Asking"]:
-        """The actor's workers, which also score the rows of the next log-prob pass, those of `needed_B`."""
+    def _asking(self, needed_B: Tensor, importance_only: bool = False) -> AbstractContextManager[dict[str, Tensor]]:
         assert self.oar is not None
         self._start(self.oar)
-        workers = self.actor_rollout_wg
-        fields = FIELDS if self._credit.dumps.folder is not None else (*USED, SEGMENTS)
-        asking = _Asking(workers, needed_B, self._request(importance_only), self.global_steps, fields)
-        self.actor_rollout_wg = asking
-        try:
-            yield asking
-        finally:
-            self.actor_rollout_wg = workers
+        kept = FIELDS if self._credit.dumps.folder is not None else (*USED, SEGMENTS)
+        return asking(self.actor_rollout_wg, needed_B, self._request(importance_only), self.global_steps, kept)
 
     def _score_alone(self, batch: DataProto) -> None:
         """In bypass mode the log-probs come from the rollout. No pass computes them, so importance needs its own."""
-        with self._asking(batch, has_advantage(batch.batch["advantages"]), importance_only=True) as asking:
+        with self._asking(has_advantage(batch.batch["advantages"]), importance_only=True) as answer:
             data = left_right_2_no_padding(batch.to_tensordict())
             temperature = self.config.actor_rollout_ref.rollout.temperature
             tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
-            asking.compute_log_prob(data)
-        batch.batch.update(asking.answer)
+            self.actor_rollout_wg.compute_log_prob(data)
+        batch.batch.update(answer)
 
     # ---- the host's advantage, times the weights
 
@@ -156,14 +133,10 @@ class OarRayTrainer(TrainerCredit):
             self._score_alone(batch)
         fields = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
         entropy_BL, advantage_BL = fields.pop(ENTROPY, None), batch.batch["advantages"]
-        # A trainer of one's own may change rewards after the rows were chosen. Less is what rounding leaves of equal rewards.
-        least_B1, most_B1 = advantage_BL.aminmax(dim=-1, keepdim=True)
-        largest_B1 = torch.maximum(most_B1, -least_B1).nan_to_num(0.0, 0.0, 0.0)
-        late_B1 = (fields[STATUS] == Status.NOT_NEEDED) & (largest_B1 > LATE * largest_B1.max())
-        fields[STATUS] = rewarded(fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED), advantage_BL[:, None])
+        fields[STATUS] = rewarded(fields[STATUS], advantage_BL[:, None])
         fields[WEIGHTS] = fields[WEIGHTS].masked_fill(fields[STATUS] == Status.BAD_REWARD, 1.0)
         status_B = fields[STATUS][:, 0]
-        metrics.update(credit_metrics(fields[MEASURES], status_B))
+        self._count(metrics, fields[MEASURES], status_B, batch.batch["token_level_scores"])
         OarRayTrainer.unused = 0
         weighted_BL = weighted(advantage_BL, fields[WEIGHTS])
         metrics["timing_s/oar"] = time.perf_counter() - started
@@ -174,49 +147,39 @@ class OarRayTrainer(TrainerCredit):
         held = padded_batch(self.global_steps, batch, status_B, shown)
         metrics.update(answer_mismatch(self._credit, held) | show(self._credit, held, {}))
         batch.batch["advantages"] = weighted_BL
-        reward = batch.batch["token_level_scores"].sum(-1).nanmean().item()
-        self._credit.watch.see(self.global_steps, metrics, reward)
         result = super()._update_actor(batch)  # type: ignore[misc]
         batch.meta_info = {**batch.meta_info, RESHAPED: True}  # a new one: the parts of a split batch share theirs
         result.meta_info["metrics"].update({name: [value] for name, value in metrics.items()})
         return result
 
 
-def padded_field(name: str, field: Tensor, rows: int, width: int) -> Tensor:
-    """A nested field of an actor's answer as `[B, ...]`; those with a value per token as `[B, width]`."""
-    if name not in (*SHOWN, WEIGHTS):  # rows of one length
-        return field.values().view(rows, -1)
-    fill = int(name == WEIGHTS)
-    padded = field.to_padded_tensor(fill)
-    missing = width - padded.shape[1]
-    return pad(padded, (0, missing), value=fill) if missing > 0 else padded  # `pad` by 0 copies
+@contextmanager
+def asking(
+    workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, kept: Sequence[str]
+) -> Iterator[dict[str, Tensor]]:
+    """Lets the next log-prob pass of the workers also score the rows of `needed_B`; the dict gets `kept` fields, padded."""
+    needed_B1, compute = needed_B.long()[:, None], workers.compute_log_prob
+    answer = {NEEDED: needed_B1}
 
-
-class _Asking:
-    """A worker group whose `compute_log_prob` asks for importance too. `answer`: `fields`, padded."""
-
-    answer: dict[str, Tensor]
-
-    def __init__(
-        self, workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, fields: Sequence[str]
-    ) -> None:
-        self._workers, self._request, self._step = workers, request, step
-        self._needed_B1, self._fields, self.answer = needed_B.long()[:, None], fields, {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._workers, name)
-
-    def compute_log_prob(self, data: TensorDict) -> TensorDict:
-        asked, width = data.clone(recurse=False), data["responses"].shape[1]
-        asked[NEEDED] = self._needed_B1
-        tu.assign_non_tensor(asked, **{REQUEST: self._request})
-        output: TensorDict = self._workers.compute_log_prob(asked)
+    def ask(data: TensorDict) -> TensorDict:
+        asked, size = data.clone(recurse=False), (len(data), data["responses"].shape[1])
+        asked[NEEDED] = needed_B1
+        tu.assign_non_tensor(asked, **{REQUEST: request})
+        output: TensorDict = compute(asked)
         if WEIGHTS not in output:
-            raise RuntimeError(no_importance(self._step))
-        answer = {name: output.pop(name) for name in FIELDS}
-        self.answer[NEEDED] = self._needed_B1
-        self.answer |= {name: padded_field(name, answer[name], len(data), width) for name in self._fields}
+            raise RuntimeError(no_importance(step))
+        given = {name: output.pop(name) for name in FIELDS}
+        for name in kept:
+            per_token, fill = name in (*SHOWN, WEIGHTS), int(name == WEIGHTS)
+            rows = given[name].to_padded_tensor(fill, size) if per_token else given[name].values().view(size[0], -1)
+            answer[name] = rows
         return output
+
+    workers.compute_log_prob = ask
+    try:
+        yield answer
+    finally:
+        workers.compute_log_prob = compute
 
 
 def advantage_to_weight(**given: Any) -> Any:

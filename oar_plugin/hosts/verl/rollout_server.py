@@ -120,8 +120,6 @@ def register(max_in_flight: int, share_while_generating: float) -> None:
     server = ray.remote(type("ScoringServer", (OarVLLMHttpServer,), settings))
 
     class OarVLLMReplica(vLLMReplica):
-        """verl's replica with our server; verl's own server for anything but the policy."""
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             if not (self.is_reward_model or self.is_teacher_model):

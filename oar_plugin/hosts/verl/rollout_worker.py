@@ -9,6 +9,5 @@ class OarColocateWorkerExtension(OutcomeExtension, vLLMColocateWorkerExtension):
     """Both extensions: vLLM takes only one, and verl calls `monkey_patch_model` once on every worker."""
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
-        """verl's method; it also installs the hook that reads outcomes."""
         super().monkey_patch_model(vocab_size=vocab_size, banned_token_ids=banned_token_ids)
         self.oar_install()

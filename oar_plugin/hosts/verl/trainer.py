@@ -7,8 +7,7 @@ gate's weights. Everything else is the host's. The subclasses replace verl's in 
 """
 
 import pkgutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +16,6 @@ import torch
 import transfer_queue as tq
 from omegaconf import DictConfig
 from tensordict import TensorDict
-from torch import Tensor
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
@@ -26,15 +24,9 @@ from verl.utils.debug import marked_timer
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import rewarded, weighted
 from oar_plugin.hosts.verl import capabilities
-from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, actor_may_help, merged, offload_metrics, switch_on
+from oar_plugin.hosts.verl.offload import ACTOR_MAY_HELP, ENGINE_FIELDS, OFFLOAD, merged, offload_metrics, switch_on
 from oar_plugin.hosts.verl.settings import resolve_here, switched_on
-from oar_plugin.hosts.verl.trainer_credit import (
-    TrainerCredit,
-    answer_mismatch,
-    credit_metrics,
-    has_advantage,
-    no_importance,
-)
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, has_advantage, no_importance
 from oar_plugin.hosts.verl.viewer import QueuedBatch, show
 from oar_plugin.output import logger
 from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS, nested
@@ -97,59 +89,47 @@ class OarTrainerMixin(TrainerCredit):
         # Without an update nothing is scored; and the engines may have scored everything.
         if self._warms_up() or (self.oar.offloads and not _read(batch, NEEDED)[NEEDED].values().any()):
             return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
-        if not self._bypasses_log_probs():
-            with self._requesting(batch, importance_only=False):
-                result = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
-            result.extra_info.pop(REQUEST, None)
-            return result
-
-        # The old log-probs come from the rollout: no pass computes them. So importance needs a pass of its own.
-        batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
-        with marked_timer("oar", self.timing_raw), self._requesting(batch, importance_only=True):
-            temperature = self.config.actor_rollout_ref.rollout.temperature
-            batch.extra_info.update(calculate_entropy=False, compute_loss=False, temperature=temperature)
-            self.actor_rollout_wg.compute_log_prob(batch)
+        alone = self._bypasses_log_probs()
+        if (
+            alone
+        ):  # the old log-probs come from the rollout, and no pass computes them: importance needs a pass of its own
+            batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        batch.extra_info[REQUEST] = self._request(alone)
+        if alone:
+            with marked_timer("oar", self.timing_raw):
+                temperature = self.config.actor_rollout_ref.rollout.temperature
+                batch.extra_info.update(calculate_entropy=False, compute_loss=False, temperature=temperature)
+                self.actor_rollout_wg.compute_log_prob(batch)
+        else:
+            batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        # The reference pass of a LoRA actor goes through the same call; it must not score again.
+        batch.extra_info.pop(REQUEST, None)
         return batch
-
-    def _queued(self, batch: Any, by_actor_B: Tensor, status_B: Tensor) -> QueuedBatch:
-        read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
-        return QueuedBatch(self.global_steps, batch.keys, ~_padding_rows(batch), by_actor_B, status_B, read)
 
     def _bypasses_log_probs(self) -> bool:
         correction = self.config.algorithm.get("rollout_correction", None)
         return bool(correction and correction.get("bypass_mode", False))
 
-    @contextmanager
-    def _requesting(self, batch: tq.KVBatchMeta, importance_only: bool) -> Iterator[None]:
-        batch.extra_info[REQUEST] = self._request(importance_only)
-        try:
-            yield
-        finally:
-            # The reference pass of a LoRA actor goes through the same call; it must not score again.
-            batch.extra_info.pop(REQUEST, None)
-
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
         """Writes `oar_needed`, the rows that the actor is to score, and returns it, bool `[B]`.
 
-        If a row's advantage is exactly zero, weights cannot change its update. The host's own estimator computes the
-        advantage from rewards alone, before log-probs exist. With KL in the reward, it is not known yet: every row is
-        scored. Rows that the rollout engines have scored are not scored again.
+        Rows that the rollout engines have scored are not scored again.
         """
         needed_B = self._has_advantage(batch)
         if self.oar.offloads:
-            own_B, records = ~_padding_rows(batch), _read(batch, OFFLOAD)[OFFLOAD].unbind()
-            status_B = torch.stack([record[0] for record in records]).long()  # before the gate, which the actor has too
-            helps_B = actor_may_help(status_B) & (self.oar.actor_importance is not None)
+            own_B, record_B7 = ~_padding_rows(batch), torch.stack(_read(batch, OFFLOAD)[OFFLOAD].unbind())
+            status_B = record_B7[:, 0].long()  # before the gate, which the actor has too
+            helps_B = torch.isin(status_B, ACTOR_MAY_HELP) & (self.oar.actor_importance is not None)
             if self.oar.amortize.share is not None:  # it learns from the engines' scores
                 helps_B |= status_B == Status.SCORED
             needed_B &= own_B & helps_B
-            rows = [row for row, own in zip(records, own_B.tolist(), strict=True) if own]
-            left_B = needed_B & (status_B != Status.SCORED)
-            metrics.update({f"oar/offload/{name}": v for name, v in offload_metrics(rows, left_B).items()})
+            of_offload = offload_metrics(record_B7[own_B], needed_B & (status_B != Status.SCORED))
+            metrics.update({f"oar/offload/{name}": value for name, value in of_offload.items()})
         _write(batch, NEEDED, nested(needed_B.long()[:, None]))
         return needed_B
 
     def _has_advantage(self, batch: Any) -> torch.Tensor:
+        """As in `OarRayTrainer`: the base estimator's, from rewards alone; with KL in the reward every row."""
         if self.config.algorithm.use_kl_in_reward:
             return ~_padding_rows(batch)
         fields = _read(batch, "uid", "response_mask", "rm_scores").to_padded_tensor()
@@ -171,16 +151,19 @@ class OarTrainerMixin(TrainerCredit):
     # ---- the host's advantage, times the weights
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
-        with self._base_estimator():
-            batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        # verl spreads a session's advantage over its trajectories only for an estimator named `grpo`.
+        self.config.algorithm.adv_estimator = self.oar.base_estimator
+        batch = super()._compute_advantage(batch, metrics)  # type: ignore[misc]
+        self.config.algorithm.adv_estimator = "oar"
         if self._warms_up():
             return batch
         with marked_timer("oar", self.timing_raw):
-            of_engines = [ENGINE_FIELDS[name] for name in USED if name in ENGINE_FIELDS] if self.oar.offloads else []
-            data = _read(batch, "advantages", "rm_scores", NEEDED, *USED, *of_engines)
+            of_engines = [ENGINE_FIELDS[name] for name in (WEIGHTS, STATUS, MEASURES)]
+            data: Any = _read(batch, "advantages", "rm_scores", NEEDED, *USED, *of_engines)
             asked_B = by_actor_B = data[NEEDED].values() != 0
             if WEIGHTS not in data and (asked_B.any() or not self.oar.offloads):
                 raise RuntimeError(no_importance(self.global_steps))
+            weights: Any
             if self.oar.offloads:
                 weights, status_B, measure_B4 = merged(data, asked_B, _padding_rows(batch))
             else:
@@ -188,41 +171,23 @@ class OarTrainerMixin(TrainerCredit):
                 measure_B4 = data[MEASURES].values().view(len(status_B), -1)
             own_B, advantage_BL = ~_padding_rows(batch), data["advantages"].to_padded_tensor(0.0)
             status_B = torch.where(own_B, rewarded(status_B, advantage_BL), status_B)
-            metrics.update(credit_metrics(measure_B4, status_B))
-            if not getattr(self, "local_trigger_step", 0):  # of a step with several batches, the first
-                reward_B = data["rm_scores"].to_padded_tensor(0.0).sum(-1)[own_B]
-                self._credit.watch.see(self.global_steps, metrics, reward_B.nanmean().item())
-            advantages = nested_weighted(data["advantages"], weights)
+            self._count(metrics, measure_B4, status_B, data["rm_scores"].to_padded_tensor(0.0)[own_B])
+            if not data["advantages"].offsets().equal(weights.offsets()):
+                raise RuntimeError("verl changed the lengths of responses after importance was computed")
+            product = weighted(data["advantages"].values(), weights.values())
+            advantages = torch.nested.nested_tensor_from_jagged(product, weights.offsets())
             if self.oar.offloads and (share := metrics.get("oar/amortize/share")):
                 for worker in self.agent_loop_manager.agent_loop_workers:
                     worker.oar_score_share.remote(share)
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
-        queued = self._queued(batch, by_actor_B, status_B)
+        read = partial(tq.kv_batch_get, partition_id=batch.partition_id)
+        queued = QueuedBatch(self.global_steps, batch.keys, own_B, by_actor_B, status_B, read)
         metrics.update(show(self._credit, queued, self.logger.logger))  # while the queue has the host's own advantages
         with marked_timer("oar", self.timing_raw):
             metrics.update(answer_mismatch(self._credit, queued))
             _write(batch, "advantages", advantages)
         return batch
-
-    @contextmanager
-    def _base_estimator(self) -> Iterator[None]:
-        """Sets the base estimator's name: verl spreads a session's advantage over its trajectories only for `grpo`."""
-        self.config.algorithm.adv_estimator = self.oar.base_estimator
-        try:
-            yield
-        finally:
-            self.config.algorithm.adv_estimator = "oar"
-
-
-def nested_weighted(advantages: Any, weights: Any) -> torch.Tensor:
-    """Returns the product of two nested tensors. RuntimeError: their rows differ in length."""
-    if not advantages.offsets().equal(weights.offsets()):
-        raise RuntimeError(
-            "the actor's weights and verl's advantages differ in length: "
-            "verl changed the responses after importance was computed"
-        )
-    return torch.nested.nested_tensor_from_jagged(weighted(advantages.values(), weights.values()), advantages.offsets())
 
 
 def lost_responses(keys: Sequence[str], each: int) -> float:

@@ -64,6 +64,12 @@ class TrainerCredit:
         (response, total), temperature = length_limits(self.config), self.config.actor_rollout_ref.rollout.temperature
         return self._credit.request(self.global_steps, response, temperature, importance_only, total).to_dict()
 
+    def _count(self, metrics: dict, measure_BM: Tensor, status_B: Tensor, score_BL: Tensor) -> None:
+        """Adds the metrics of a batch's weights, and warns where they are due. `score_BL` sum up to rewards."""
+        metrics.update({f"oar/{name}": value for name, value in summarize(measure_BM, status_B).items()})
+        if not getattr(self, "local_trigger_step", 0):  # of a step with several batches, the first
+            self._credit.watch.see(self.global_steps, metrics, score_BL.sum(-1).nanmean().item())
+
 
 def has_advantage(advantage_BL: Tensor) -> Tensor:
     """Whether a row's weights can change its update, bool `[B]`: its advantage is finite, and not zero at every token."""
@@ -71,15 +77,10 @@ def has_advantage(advantage_BL: Tensor) -> Tensor:
     return least_B.isfinite() & most_B.isfinite() & ((least_B != 0) | (most_B != 0))
 
 
-def credit_metrics(measure_B4: Tensor, status_B: Tensor) -> dict[str, float]:
-    """Returns the metrics of a batch's weights, by the names of a run's log."""
-    return {f"oar/{name}": value for name, value in summarize(measure_B4, status_B).items()}
-
-
 def answer_mismatch(credit: TokenCredit, batch: QueuedBatch) -> dict[str, float]:
     """Returns the share of scored responses whose answer the reward read otherwise, of the first 64; {} if it reports none.
 
-    Reward functions report it as `pred` or `extracted_answer`. Numbers are compared by value, other texts by their letters.
+    Reward functions report it as `pred` or `extracted_answer`.
     """
     names, differ, metrics = ("pred", "extracted_answer"), list[bool](), dict[str, float]()
     with credit.dumps.counted(batch.step, metrics, "comparing answers", "oar/answer_mismatch_failed"):
@@ -94,16 +95,17 @@ def answer_mismatch(credit: TokenCredit, batch: QueuedBatch) -> dict[str, float]
             read = [known[name] for name in names if known.get(name) is not None]
             if read and segment_L is not None:
                 ours = credit.tokenizer.decode(one["responses"][segment_L == Segment.ANSWER])
-                differ.append(_values(ours) != _values(str(read[0])))
+                differ.append(_differ(ours, str(read[0])))
     return metrics | ({"oar/answer_mismatch": sum(differ) / len(differ)} if differ else {})
 
 
-def _values(answer: str) -> tuple[list[float], int] | str:
-    """Returns the numbers of an answer, and how many minus signs it has; without numbers its letters."""
-    answer = re.sub(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))", "", answer)
-    plain = re.sub(r"[\s{}$\\_]", "", answer).casefold()
-    numbers = [float(number) for number in re.findall(r"\d+\.?\d*|\.\d+", plain)]
-    return (numbers, plain.count("-")) if numbers else re.sub(r"\W", "", plain)
+def _differ(*answers: str) -> bool:
+    """Whether two answers differ as numbers, or else as texts without white space, `$` and braces."""
+    one, other = (re.sub(r"[\s${}]", "", answer) for answer in answers)
+    try:
+        return float(one) != float(other)
+    except ValueError:
+        return one != other
 
 
 def no_importance(step: int) -> str:

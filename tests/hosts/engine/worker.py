@@ -34,7 +34,7 @@ from oar_plugin.credit.importance.base import Rows
 from oar_plugin.credit.importance.fisher import Fisher
 from oar_plugin.credit.noise import response_seeds, uniform
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
-from oar_plugin.hosts.verl.ray_trainer import _Asking
+from oar_plugin.hosts.verl.ray_trainer import asking
 from oar_plugin.passes import prediction
 from oar_plugin.passes import rows as rows_module
 from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, STATUS, Request
@@ -214,12 +214,10 @@ def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
     fields = {"prompts": prompt_BP, "responses": token_BT[:, before:], "response_mask": real_BT[:, before:]}
     fields |= {"input_ids": token_BT, "attention_mask": real_BT, "position_ids": (real_BT.cumsum(-1) - 1).clamp(0)}
     workers = SimpleNamespace(compute_log_prob=lambda data: engine.infer_batch(with_sizes(data))["model_output"])
-    asking = _Asking(
-        workers, torch.tensor([needed for *_, needed in world.ROWS]), request_of(**cases.request(words)), 1, FIELDS
-    )
-    with engine.eval_mode():
-        asking.compute_log_prob(left_right_2_no_padding(DataProto.from_dict(fields).to_tensordict()))
-    return asking.answer
+    needed_B = torch.tensor([needed for *_, needed in world.ROWS])
+    with engine.eval_mode(), asking(workers, needed_B, request_of(**cases.request(words)), 1, FIELDS) as answer:
+        workers.compute_log_prob(left_right_2_no_padding(DataProto.from_dict(fields).to_tensordict()))
+    return answer
 
 
 @contextmanager
