@@ -11,7 +11,6 @@ from textwrap import indent
 from typing import Any
 
 import torch
-from rich.console import Console
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -153,7 +152,7 @@ def _mlflow(logger: Any, step: int, responses: Sequence[Response], header: Heade
 
 def _tensorboard(logger: Any, step: int, responses: Sequence[Response], header: Header) -> None:
     """A block of code in Markdown, the only form in which TensorBoard keeps hostile text as it is."""
-    text = text_of(responses, Console(width=100, color_system=None))
+    text = text_of(responses)
     logger.writer.add_text("oar/responses", indent(text, "    ", lambda line: True), step)
 
 
