@@ -9,22 +9,14 @@ from oar_plugin.page.record import PREDICTED, Response
 
 def text_of(responses: Sequence[Response]) -> str:
     """Returns a block per response. Control characters are escaped."""
-    return "".join(
-        printable(f"{_head(response)}\n{response.prompt.strip()}\n{_tokens(response)}\n\n") for response in responses
-    )
-
-
-def _head(response: Response) -> str:
-    numbers = {"advantage": response.advantage, "reward": response.reward}
-    predicted = [name for name in response.importance if name.endswith(PREDICTED)]
-    figures = [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
-    truth = [] if response.truth is None else [f"truth {response.truth}"]
-    head = [f"step {response.step}", response.group, response.uid, response.status, *predicted, *figures, *truth]
-    return "  ".join(head)
-
-
-def _tokens(response: Response) -> str:
-    weights = response.weights or [1.0] * len(response.tokens)
-    runs = groupby(zip(response.tokens, weights, strict=True), lambda pair: pair[1] > 1)
-    texts = ((above, "".join(token for token, _ in run)) for above, run in runs)
-    return "".join(f"[[{text}]]" if above else text for above, text in texts)
+    blocks = []
+    for response in responses:
+        numbers = {"advantage": response.advantage, "reward": response.reward, "truth": response.truth}
+        head = [f"step {response.step}", response.group, response.uid, response.status]
+        head += [name for name in response.importance if name.endswith(PREDICTED)]
+        head += [f"{name} {value}" for name, value in numbers.items() if value is not None]
+        pairs = zip(response.tokens, response.weights or [1.0] * len(response.tokens), strict=True)
+        runs = groupby(pairs, lambda pair: pair[1] > 1)
+        texts = [("[[{}]]" if above else "{}").format("".join(token for token, _ in run)) for above, run in runs]
+        blocks += ["  ".join(head), response.prompt.strip(), "".join(texts), ""]
+    return "".join(f"{printable(block)}\n" for block in blocks)

@@ -4,7 +4,7 @@ At every step of the engine, the caller says which positions of which request th
 only the rows that the probe reads. The distributions (one value per token id) stay in the worker.
 
 **Only rows that a request computed itself count.** An engine with a prefix cache does not compute cached positions, so
-their rows have no hidden state. The score of such a request is NaN; the caller repeats the request without the cache.
+their rows have no hidden state. The score of such a request is NaN.
 """
 
 import math
@@ -26,9 +26,6 @@ Role = Literal["reference", "copy"]
 
 TAG = "oar"
 """Key in a request's `SamplingParams.extra_args`. Its value is a spec, written as a dictionary."""
-
-NO_REFERENCE = -1.0
-"""Returned in place of the number of rows if the worker has no reference, or no longer has it."""
 
 MAX_REFERENCES = 32
 """Maximum number of stored references. Each has one float64 per token of the vocabulary: 1.2 MB for 152k tokens. The
@@ -172,7 +169,7 @@ class OutcomeRecorder:
         Returns for each request whose prompt ends in this step: `[score, rows]` and the drawn tokens, float32 on the device
         (exact up to 2^24). `rows` is the number of rows that were read. The score is the divergence in nats; it is 0 for a
         reference or a draw. It is NaN if a row was not computed in this request, if the reference is not known (`rows` is then
-        `NO_REFERENCE`), or if the logits are not finite.
+        0), or if the logits are not finite.
         """
         self._read(hidden_TD, items)
         ended = [item for item in items if item.first + item.count >= len(item.token_ids)]
@@ -213,7 +210,7 @@ class OutcomeRecorder:
 
     def _numbers(self, tally: _Tally | None, device: torch.device) -> Tensor:
         """Return the result of `step` for a request that has ended. `tally` is None if the tag was invalid."""
-        score, rows = torch.full((1,), math.nan, device=device), NO_REFERENCE
+        score, rows = torch.full((1,), math.nan, device=device), 0
         drawn: list[Tensor] = []
         spec = tally.spec if tally else None
         if tally and isinstance(spec, DrawSpec):

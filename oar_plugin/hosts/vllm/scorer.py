@@ -1,10 +1,10 @@
-"""Scores one response on a vLLM engine: requests its reference and its masked copies, and repeats failed requests.
+"""Scores one response on a vLLM engine: requests its reference and its masked copies.
 
 **Prefix cache.** A copy equals its response before the token that it replaces, so it reads this part from the cache.
 This saves half of the copies' tokens. By default vLLM turns the cache off for requests with prompt log-probabilities,
 because a cached position has no hidden state: its row would be *uninitialised memory*, without an error. So every
 scoring of a response has its own cache salt: its requests cannot read blocks of other or earlier scorings. The
-worker counts the rows that it read (`outcomes`). A copy with a missing row is run again, with a new salt and no cache.
+worker counts the rows that it read (`outcomes`): if one is missing, the response has the fault `failed`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Admit = Callable[[], AbstractAsyncContextManager[object]]
 
 Fault = Literal["timed_out", "too_long", "aborted", "non_finite", "failed"]
 """In this order: a request took too long; the tokens and one more exceed `max_model_len`; the engine or `Admit` refused
-or aborted a request; a score is not finite; any other error, or two attempts without an outcome."""
+or aborted a request; a score is not finite; any other error, or a request without an outcome."""
 
 RESPONSES_AT_ONCE = 16
 """Maximum number of responses scored at once. Each has a reference in the worker, and its prefix in the cache."""
@@ -64,19 +64,15 @@ class ScoringTask:
     seed: int  # seed of these draws (`step_seed`)
     priority: int = 0  # of vLLM; a larger number runs later. An engine without priority scheduling needs 0
 
-    def __post_init__(self) -> None:
-        if not self.units or any(self.prompt_length + t >= self.answer_start for unit in self.units for t in unit):
-            raise ValueError("a response needs at least one unit, and every unit must be before its answer")
-
 
 @dataclass
 class ScoringResult:
     importance: NDArray[np.float32] | None = None  # `[response_length]`, nats, 0 outside of the units
     fault: Fault | None = None  # why there is no importance
     copies: int = 0  # number of copies that the engine scored
-    tokens: int = 0  # prompt tokens of all requests, including the reference and second attempts
+    tokens: int = 0  # prompt tokens of all requests, including the reference
     cached_tokens: int = 0  # how many of these came from the prefix cache
-    retried: int = 0  # requests made a second time
+    retried: int = 0  # requests made a second time: none
     # For each copy, the seconds from the start of the call to its end; ascending.
     done_at: list[float] = field(default_factory=list)
 
@@ -115,7 +111,7 @@ class ResponseScorer:
             async with self._responses:
                 run.result.importance = await run.importance()
         except _Failure as failure:
-            run.result.fault = failure.fault
+            run.result.fault = failure.args[0]
         except Exception:
             logger.warning("a response could not be scored on the rollout engine", exc_info=True)
             run.result.fault = "failed"
@@ -123,9 +119,7 @@ class ResponseScorer:
 
 
 class _Failure(Exception):
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault)
-        self.fault = fault
+    """Its argument is the `Fault`."""
 
 
 class _Run:
@@ -162,9 +156,9 @@ class _Run:
                 here, its_seeds = (numbers[begin : begin + DRAWS_AT_ONCE] for numbers in (at, seeds))
                 spec = DrawSpec(tuple(here), tuple(task.token_ids[p] for p in here), tuple(its_seeds))
                 # Ends before the token at `here[-1]`: if it were cached, the next request could not read its row.
-                drawn = await self._attempt_twice(task.token_ids[: here[-1]], spec)
+                drawn = await self._request(task.token_ids[: here[-1]], spec)
                 self._replacements.update(zip(here, map(int, drawn), strict=True))
-        await self._attempt_twice(task.token_ids, OutcomeSpec(self.key, "reference", task.probe, task.answer_start))
+        await self._request(task.token_ids, OutcomeSpec(self.key, "reference", task.probe, task.answer_start))
 
     async def _copy(self, unit: Unit) -> float:
         """The score of the copy in which `unit` is replaced."""
@@ -174,28 +168,19 @@ class _Run:
             token_ids[task.prompt_length + t] = self._replacements[task.prompt_length + t]
         if token_ids == list(task.token_ids):
             return 0.0
-        (score,) = await self._attempt_twice(token_ids, OutcomeSpec(self.key, "copy", task.probe, task.answer_start))
+        (score,) = await self._request(token_ids, OutcomeSpec(self.key, "copy", task.probe, task.answer_start))
         self.result.copies += 1
         self.result.done_at.append(time.monotonic() - self._began)
         return score
 
-    async def _attempt_twice(self, token_ids: Sequence[int], spec: Spec) -> list[float]:
-        """Return the drawn tokens, or `[score]`. A request without a finite result is repeated without the cache."""
-        score, rows, *drawn = await self._attempt(token_ids, spec, use_cache=True)
-        if not math.isfinite(score):
-            self.result.retried += 1
-            score, rows, *drawn = await self._attempt(token_ids, spec, use_cache=False)
-        if not math.isfinite(score):
-            raise _Failure("non_finite" if rows == len(spec.rows(len(token_ids))) else "failed")
-        return drawn if isinstance(spec, DrawSpec) else [score]
-
-    async def _attempt(self, token_ids: Sequence[int], spec: Spec, use_cache: bool) -> list[float]:
-        """Return the numbers that `OutcomeRecorder.step` returned for a request; NaN if some of them are missing."""
-        scorer, salt = self.scorer, self.key if use_cache else uuid.uuid4().hex
+    async def _request(self, token_ids: Sequence[int], spec: Spec) -> list[float]:
+        """Return the drawn tokens, or `[score]`. _Failure: there are none, or the score is not finite."""
+        task, scorer = self.task, self.scorer
         async with scorer.throttle.slot():
             try:
-                how = salt, use_cache, self.task.priority, self._lora, scorer.admit
-                request = tagged_request(scorer.engine, token_ids, spec, *how)
+                request = tagged_request(
+                    scorer.engine, token_ids, spec, self.key, task.priority, self._lora, scorer.admit
+                )
                 output: RequestOutput = await asyncio.wait_for(request, self.timeout_s)
             except asyncio.TimeoutError:
                 raise _Failure("timed_out") from None
@@ -205,9 +190,11 @@ class _Run:
         self.result.cached_tokens += output.num_cached_tokens or 0
         if not output.outputs or output.outputs[0].finish_reason == "abort":  # by a host before an exchange of weights
             raise _Failure("aborted")
-        numbers = numbers_of(output)
-        expected = 2 + (len(spec.at) if isinstance(spec, DrawSpec) else 0)
-        return numbers if len(numbers) == expected else [math.nan] * 2
+        numbers, expected = numbers_of(output), 2 + (len(spec.at) if isinstance(spec, DrawSpec) else 0)
+        score, rows, *drawn = numbers if len(numbers) == expected else [math.nan, 0]
+        if not math.isfinite(score):
+            raise _Failure("non_finite" if rows == len(spec.rows(len(token_ids))) else "failed")
+        return drawn if isinstance(spec, DrawSpec) else [score]
 
 
 async def _all_or_none(coroutines: Sequence[Coroutine[Any, Any, float]]) -> list[float]:
@@ -230,14 +217,13 @@ async def tagged_request(
     token_ids: Sequence[int],
     spec: Spec,
     salt: str,
-    use_cache: bool = True,
     priority: int = 0,
     lora_request: LoRARequest | None = None,
     admit: Admit = nullcontext,
 ) -> RequestOutput:
     """Run one request to its end. If this call is cancelled, the request is aborted. Raises `Refused`.
 
-    Only requests with the same `salt` share blocks of the prefix cache. Without `use_cache`, the request reads none of it.
+    Only requests with the same `salt` share blocks of the prefix cache.
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
@@ -248,7 +234,7 @@ async def tagged_request(
         temperature=0.0,
         detokenize=False,  # the rows contain numbers; their token ids have no meaning
         prompt_logprobs=0,
-        skip_reading_prefix_cache=not use_cache,
+        skip_reading_prefix_cache=False,  # vLLM would skip it for `prompt_logprobs`
         extra_args={TAG: asdict(spec)},
     )
     final: RequestOutput | None = None

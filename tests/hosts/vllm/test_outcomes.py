@@ -12,7 +12,6 @@ from oar_plugin.credit.probe import PROBES
 from oar_plugin.hosts.vllm import outcomes
 from oar_plugin.hosts.vllm.outcomes import (
     MAX_REFERENCES,
-    NO_REFERENCE,
     DrawSpec,
     OutcomeRecorder,
     OutcomeSpec,
@@ -144,7 +143,7 @@ def test_a_request_id_that_is_used_again_starts_anew(recorder):
     assert whole(recorder, spec()) == [expected(), LENGTH - START]
 
 
-@pytest.mark.parametrize(("changes", "said"), [({"key": "unknown"}, NO_REFERENCE), ({"probe": "last"}, 1)])
+@pytest.mark.parametrize(("changes", "said"), [({"key": "unknown"}, 0), ({"probe": "last"}, 1)])
 def test_without_a_reference_of_its_key_and_probe_a_copy_scores_nan(recorder, changes, said):
     assert whole(recorder, spec(**changes)) == pytest.approx([math.nan, said], nan_ok=True)
 
@@ -182,7 +181,7 @@ def test_a_prompt_too_short_for_its_draws_has_none():
 def test_a_tag_that_made_no_sense_scores_nan_when_its_prompt_ends(recorder):
     assert step(recorder, ("x", None, COPY, 0, 3)) == {}
     found = step(recorder, ("x", None, COPY, 3, LENGTH - 3), ("c", spec(), COPY, 0, 3))["x"]
-    assert found == pytest.approx([math.nan, NO_REFERENCE], nan_ok=True)
+    assert found == pytest.approx([math.nan, 0], nan_ok=True)
 
 
 def test_a_step_reads_nothing_back_from_the_device():
