@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("words", nargs="+", metavar="SOURCE | key=value", help="see above")
     text = f"training steps to show (default: the newest, up to {TOKENS:,} tokens)"
     add("--steps", type=_steps, metavar="N,...", help=text)
-    text = "output (default: inspect.html in the folder or beside the file; text: the terminal)"
+    text = "the page (default: inspect.html in the folder or beside the file)"
     add("--out", type=Path, metavar="FILE", help=text)
     add("--format", choices=("html", "text"), default="html", help="default: %(default)s")
     add("--open", action="store_true", help="open the page in a browser")
@@ -53,26 +53,27 @@ def run(args: argparse.Namespace) -> int:
     settings = [word for word in words if "=" in word and not Path(word).exists()]
     places = [Path(word) for word in words if word not in settings]
     try:
-        if problem := _problem(args, places, settings):
-            raise ValueError(problem)
+        _check(args, places, settings)
         return _show(args, places, settings)
     except (ValueError, YAMLError, TemplateError) as error:  # of a setting and of a model's chat template
         say(f"oar inspect: {error}", sys.stderr)
         return 2
 
 
-def _problem(args: argparse.Namespace, places: list[Path], settings: list[str]) -> str | None:
-    """Return what is wrong with the arguments; None if nothing is."""
+def _check(args: argparse.Namespace, places: list[Path], settings: list[str]) -> None:
+    """Raise ValueError if the arguments do not fit each other."""
     for_models = settings or (["--importance"] if args.importance else [])
+    for_pages = [f"--{name}" for name in ("open", "out") if getattr(args, name)]
     if not places:
-        return "SOURCE is missing: a folder or a file with responses"
+        raise ValueError("SOURCE is missing: a folder or a file with responses")
     if for_models and not args.model:
-        return f"{for_models[0]}: is for scoring; add --model"
+        raise ValueError(f"{for_models[0]}: is for scoring; add --model")
     if args.steps and args.model:
-        return "--steps: is for a run's dump, which is scored already; leave out --model"
-    if args.open and args.format != "html":
-        return f"--open: is for pages; leave out --format {args.format}"
-    return f"--out={args.out}: a folder; name a file" if args.out and args.out.is_dir() else None
+        raise ValueError("--steps: is for a run's dump, which is scored already; leave out --model")
+    if for_pages and args.format != "html":
+        raise ValueError(f"{for_pages[0]}: is for pages; leave out --format {args.format}")
+    if args.out and args.out.is_dir():
+        raise ValueError(f"--out={args.out}: a folder; name a file")
 
 
 def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> int:
@@ -98,11 +99,7 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
     if args.format != "html":
         from oar_plugin.page.terminal import text_of
 
-        text = text_of(responses)
-        if args.out:
-            write_whole(args.out, text)
-        else:
-            print(text, end="")
+        print(text_of(responses), end="")
         return 0
     from oar_plugin.page.inspector import inspector_page
 

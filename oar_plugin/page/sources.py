@@ -10,7 +10,6 @@ from oar_plugin.page.record import Header, Response, Weighing, fault_in, parse_h
 
 TOKENS = 400_000
 """Default limit, for a page of a few megabytes. Steps that the user names have no limit."""
-_PLACES = ("", "*/", "*/*/", "*/*/*/")  # the dump's folder, a run's, a project's, OAR_CHECKPOINTS
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,12 @@ def files(source: Path) -> list[Path]:
     """Returns the files of a source. ValueError: there are none, or those of several dumps."""
     if not source.is_dir():
         return [source]
-    for place in _PLACES:
-        found = [file for file in source.glob(f"{place}step_*.jsonl") if step_of(file)]
-        dumps = sorted({str(file.parent) for file in found})
-        if len(dumps) > 1:
-            raise ValueError(f"{source}: name one of its dumps: {', '.join(dumps)}")
-        if found:
-            return found
-    raise ValueError(f"{source}: no step_N.jsonl, three folders down; did the run set algorithm.oar.dump.dir?")
+    found = [file for file in source.rglob("step_*.jsonl") if step_of(file)]
+    if not found:
+        raise ValueError(f"{source}: no step_N.jsonl below it; did the run set algorithm.oar.dump.dir?")
+    if len(dumps := sorted({str(file.parent) for file in found})) > 1:
+        raise ValueError(f"{source}: name one of its dumps: {', '.join(dumps)}")
+    return found
 
 
 def steps_text(steps: Sequence[int]) -> str:

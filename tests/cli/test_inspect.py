@@ -153,8 +153,6 @@ def test_text_marks_what_was_paid_more_and_cannot_steer_a_terminal(here, capsys)
     plain = shown(capsys, "dump", "--format", "text")
     assert "so[[ 2]] #### 2\n" in plain
     assert "\\x1b[31m[[\\u202e]]\\x00]] #### <b>[bold]\n" in plain
-    assert shown(capsys, "dump", "--format", "text", "--out", "made/text") == ""
-    assert (here / "made/text").read_text() == plain
 
 
 def test_the_page_is_opened_in_the_readers_browser(here, capsys, monkeypatch):
