@@ -124,7 +124,7 @@ def test_grading_without_its_package_says_what_to_install_here(here, model_folde
         ("tau=0.5", 2, "SOURCE is missing"),
         ("dump tau=0.5", 2, "tau=0.5: is for scoring; add --model"),
         ("dump/step_000001.jsonl --model MODEL", 2, "line 1: prompt: Field required"),
-        ("dump --format text --open", 2, "--open: is for pages; leave out --format text"),
+        ("dump --format text --out x", 2, "--out: is for pages; leave out --format text"),
         ("nowhere", 2, "nowhere: No such file or directory"),
         ("mine.jsonl --model MODEL --steps 1", 2, "--steps: is for a run's dump"),
         ("bad.jsonl --model MODEL", 2, "bad.jsonl, line 2: reward: Input should be a finite number"),

@@ -91,9 +91,7 @@ class ResponseScorer:
     admit: Admit = nullcontext
     # Returns the LoRA adapter that generation uses now; called once per response. None: there are no adapters.
     lora_request: Callable[[], Awaitable[LoRARequest | None]] | None = None
-
-    def __post_init__(self) -> None:
-        self._responses = asyncio.Semaphore(RESPONSES_AT_ONCE)
+    _responses: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(RESPONSES_AT_ONCE), init=False)
 
     async def score(self, task: ScoringTask, timeout_s: float | None = None) -> ScoringResult:
         """Compute the importance of one response.
