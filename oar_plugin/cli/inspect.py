@@ -1,23 +1,18 @@
 """`oar inspect`: responses token by token, with the weight of each token."""
 
 import argparse
-import io
 import sys
-import time
 import webbrowser
 from pathlib import Path
-from typing import NoReturn
 
 from jinja2 import TemplateError
 from yaml import YAMLError
 
 from oar_plugin.cli.arguments import listed
-from oar_plugin.cli.tables import console
 from oar_plugin.output import say, write_whole
 from oar_plugin.page.record import header_for
-from oar_plugin.page.sources import TOKENS, NothingYet, files, read, steps_text
+from oar_plugin.page.sources import TOKENS, read, steps_text
 
-LOOK_AGAIN_S = 3.0
 _HELP = """\
 Show responses token by token, with the weight of each token: one page that needs no network.
 
@@ -44,11 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("words", nargs="+", metavar="SOURCE | key=value", help="see above")
     text = f"training steps to show (default: the newest, up to {TOKENS:,} tokens)"
     add("--steps", type=_steps, metavar="N,...", help=text)
-    text = "output (default: inspect.html in the folder or beside the file; json and text: the terminal)"
+    text = "the page (default: inspect.html in the folder or beside the file)"
     add("--out", type=Path, metavar="FILE", help=text)
-    add("--format", choices=("html", "json", "text"), default="html", help="default: %(default)s")
+    add("--format", choices=("html", "text"), default="html", help="default: %(default)s")
     add("--open", action="store_true", help="open the page in a browser")
-    add("--follow", action="store_true", help="write the page again after each dumped step, until Ctrl-C")
     add("--model", metavar="NAME", help="folder in HuggingFace's format, checkpoint of verl, or name on the hub")
     text = "importances to compute with --model (default: that of algorithm.oar); the first one gives the weights"
     add("--importance", type=listed, metavar="NAME,...", help=text)
@@ -59,28 +53,27 @@ def run(args: argparse.Namespace) -> int:
     settings = [word for word in words if "=" in word and not Path(word).exists()]
     places = [Path(word) for word in words if word not in settings]
     try:
-        if problem := _problem(args, places, settings):
-            raise ValueError(problem)
-        return _follow(args, places) if args.follow else _show(args, places, settings)
+        _check(args, places, settings)
+        return _show(args, places, settings)
     except (ValueError, YAMLError, TemplateError) as error:  # of a setting and of a model's chat template
         say(f"oar inspect: {error}", sys.stderr)
         return 2
 
 
-def _problem(args: argparse.Namespace, places: list[Path], settings: list[str]) -> str | None:
-    """Return what is wrong with the arguments; None if nothing is."""
+def _check(args: argparse.Namespace, places: list[Path], settings: list[str]) -> None:
+    """Raise ValueError if the arguments do not fit each other."""
     for_models = settings or (["--importance"] if args.importance else [])
-    for_dumps = [f"--{name}" for name in ("steps", "follow") if getattr(args, name)]
-    for_pages = [f"--{name}" for name in ("open", "follow") if getattr(args, name)]
+    for_pages = [f"--{name}" for name in ("open", "out") if getattr(args, name)]
     if not places:
-        return "SOURCE is missing: a folder or a file with responses"
+        raise ValueError("SOURCE is missing: a folder or a file with responses")
     if for_models and not args.model:
-        return f"{for_models[0]}: is for scoring; add --model"
-    if for_dumps and args.model:
-        return f"{for_dumps[0]}: is for a run's dump, which is scored already; leave out --model"
+        raise ValueError(f"{for_models[0]}: is for scoring; add --model")
+    if args.steps and args.model:
+        raise ValueError("--steps: is for a run's dump, which is scored already; leave out --model")
     if for_pages and args.format != "html":
-        return f"{for_pages[0]}: is for pages; leave out --format {args.format}"
-    return f"--out={args.out}: a folder; name a file" if args.out and args.out.is_dir() else None
+        raise ValueError(f"{for_pages[0]}: is for pages; leave out --format {args.format}")
+    if args.out and args.out.is_dir():
+        raise ValueError(f"--out={args.out}: a folder; name a file")
 
 
 def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> int:
@@ -104,14 +97,9 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
         for note in loaded.notes:
             say(f"oar inspect: {note}", sys.stderr)
     if args.format != "html":
-        from oar_plugin.page.terminal import json_of, text_of
+        from oar_plugin.page.terminal import text_of
 
-        shown = console(file=io.StringIO() if args.out else None)
-        text = json_of(responses, header) if args.format == "json" else text_of(responses, shown)
-        if args.out:
-            write_whole(args.out, text)
-        else:
-            print(text, end="")
+        print(text_of(responses), end="")
         return 0
     from oar_plugin.page.inspector import inspector_page
 
@@ -124,19 +112,3 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
         say(f"oar inspect: --open: no browser here; open {page} yourself", sys.stderr)
         return 1
     return 0
-
-
-def _follow(args: argparse.Namespace, places: list[Path]) -> NoReturn:
-    seen: object = None
-    while True:
-        try:
-            state: object = [(file, file.stat().st_mtime_ns) for place in places for file in files(place)]
-            if state != seen:
-                _show(args, places, [])
-                args.open = False
-        except NothingYet as nothing:
-            state = f"oar inspect: {nothing}; waiting for more"
-            if state != seen:
-                say(state, sys.stderr)
-        seen = state
-        time.sleep(LOOK_AGAIN_S)

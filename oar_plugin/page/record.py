@@ -28,17 +28,14 @@ def is_right(reward: float | None) -> bool | None:
 
 
 def fault_in(error: ValueError | RecursionError) -> str:
-    """Returns what is wrong with a line: it is not JSON, or it lacks a key and has others, or a key has a wrong value."""
+    """Returns what is wrong with a line: it is not JSON, or a key is missing or has a wrong value."""
     if not isinstance(error, ValidationError):
         return f"not JSON: {error}"
-    # Of a value with two types, the type that fits better.
-    fault = max(error.errors(), key=lambda one: len(one["loc"]) * (one["type"] != "missing"))
+    fault = error.errors()[0]
     if fault["type"] == "json_invalid":
-        return f"not JSON: {fault['ctx']['error'].replace('line 1 ', '')}; each line is one whole JSON object"
-    given = f"here {fault['input']!r:.200}"
-    if fault["type"] == "missing":
-        given = f"its keys: {', '.join(fault['input']) or 'none'}"
-    return ": ".join([*map(str, fault["loc"]), fault["msg"].removeprefix("Value error, ")]) + f"; {given}"
+        return f"not JSON: {fault['ctx']['error'].replace('line 1 ', '')}"
+    words = [*map(str, fault["loc"]), fault["msg"].removeprefix("Value error, ")]
+    return f"{': '.join(words)}; here {fault['input']!r:.200}"
 
 
 @dataclass(frozen=True)

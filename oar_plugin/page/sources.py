@@ -10,11 +10,6 @@ from oar_plugin.page.record import Header, Response, Weighing, fault_in, parse_h
 
 TOKENS = 400_000
 """Default limit, for a page of a few megabytes. Steps that the user names have no limit."""
-_PLACES = ("", "*/", "*/*/", "*/*/*/")  # the dump's folder, a run's, a project's, OAR_CHECKPOINTS
-
-
-class NothingYet(ValueError):
-    """There is nothing to show yet; a run may still write it."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
     dumped = sorted(((step_of(file), file) for source in sources for file in files(source)), reverse=True)
     known = sorted({step for step, _ in dumped})
     if unknown := sorted(set(steps or ()) - set(known)):
-        raise NothingYet(f"--steps: nothing of step {steps_text(unknown)}; there are {steps_text(known)}")
+        raise ValueError(f"--steps: nothing of step {steps_text(unknown)}; there are {steps_text(known)}")
     headers, items, skipped, used, left_out = list[Header](), list[Response](), list[str](), 0, list[int]()
     for step, file in [pair for pair in dumped if not steps or pair[0] in steps]:
         header, responses, broken = _read(file)
@@ -43,10 +38,9 @@ def read(sources: Sequence[Path], steps: Sequence[int] | None = None) -> Loaded:
             break
         items, skipped = responses + items, broken + skipped
         headers += [header] if responses else []
-    kinds = [[one for one in skipped if (": not JSON: " in one) is no_json] for no_json in (True, False)]
-    notes = [f"{len(own)} of {len(skipped) + len(items)} lines skipped, the first: {own[0]}" for own in kinds if own]
+    notes = [f"{len(skipped)} of {len(skipped) + len(items)} lines skipped, the first: {skipped[0]}"] if skipped else []
     if not items:
-        raise NothingYet(f"{', '.join(map(str, sources))}: nothing to show: {'; '.join(notes) or 'no responses'}")
+        raise ValueError(f"{', '.join(map(str, sources))}: nothing to show: {'; '.join(notes) or 'no responses'}")
     scales = {name: scale for header in headers for name, scale in header.arbitrary_scale.items()}
     settings = [Weighing.model_validate(header.config) for header in headers]
     differ = any(other != settings[0] for other in settings)
@@ -59,14 +53,12 @@ def files(source: Path) -> list[Path]:
     """Returns the files of a source. ValueError: there are none, or those of several dumps."""
     if not source.is_dir():
         return [source]
-    for place in _PLACES:
-        found = [file for file in source.glob(f"{place}step_*.jsonl") if step_of(file)]
-        dumps = sorted({str(file.parent) for file in found})
-        if len(dumps) > 1:
-            raise ValueError(f"{source}: name one of its dumps: {', '.join(dumps)}")
-        if found:
-            return found
-    raise NothingYet(f"{source}: no step_N.jsonl, three folders down; did the run set algorithm.oar.dump.dir?")
+    found = [file for file in source.rglob("step_*.jsonl") if step_of(file)]
+    if not found:
+        raise ValueError(f"{source}: no step_N.jsonl below it; did the run set algorithm.oar.dump.dir?")
+    if len(dumps := sorted({str(file.parent) for file in found})) > 1:
+        raise ValueError(f"{source}: name one of its dumps: {', '.join(dumps)}")
+    return found
 
 
 def steps_text(steps: Sequence[int]) -> str:
@@ -86,8 +78,7 @@ def _read(file: Path) -> tuple[Header, list[Response], list[str]]:
     try:
         header = parse_header(first)
     except ValueError as error:
-        fault = f"{'' if 'not JSON: ' in str(error) else 'no header that this version of oar_plugin reads: '}{error}"
-        raise ValueError(f"{file}: its first line is {fault}; a file of prompts and responses needs --model") from None
+        raise ValueError(f"{file}, line 1: no header: {error}; a file of prompts and responses needs --model") from None
     responses, faults = list[Response](), list[str]()
     for number, line in [pair for pair in enumerate(lines, start=2) if pair[1].strip()]:
         try:

@@ -1,11 +1,10 @@
-"""`oar inspect`: a run's dump, or responses with credit from a model of random weights, as page, JSON or text."""
+"""`oar inspect`: a run's dump, or responses with credit from a model of random weights, as page or text."""
 
 import json
-import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import oar_plugin
 from benchmarks.tiny.model import Shape, model_of
 from benchmarks.tiny.words import make_tokenizer
-from oar_plugin.cli import inspect
 from oar_plugin.cli.main import main
 from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.sources import read
-from tests.page.dumped import HEADER, RESPONSE, write_dump
+from tests.page.dumped import HEADER, write_dump
 
 PROMPT, ANSWERS = "1+1=", ("so größer 2 😀 #### 2", "hmm #### 3", "no", "", "x " * 60)
 CASES = json.loads((Path(__file__).parents[1] / "runs" / "rows.json").read_text("utf-8"))
@@ -48,14 +46,24 @@ def shown(capsys, *words):
     return capsys.readouterr().out
 
 
-def test_a_model_gives_credit(here, model_folder, capsys, monkeypatch):
+@pytest.fixture
+def scored(model_folder, monkeypatch):
+    """Scores a file with the model, and returns what the page is made of: responses and header."""
+
+    def run(*words):
+        page = mock.Mock(return_value="")
+        monkeypatch.setattr("oar_plugin.page.inspector.inspector_page", page)
+        assert main(["inspect", "mine.jsonl", "--model", str(model_folder), *words]) == 0
+        return page.call_args.args[:2]
+
+    return run
+
+
+def test_a_model_gives_credit(here, scored, model_folder, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
-    words = f"mine.jsonl probe=last --importance oar_g,fisher --format json --model {model_folder}".split()
-    assert main(["inspect", *words, "algorithm.oar.sigma=0.01", "tau=0.5"]) == 0
-    printed = capsys.readouterr()
-    document = json.loads(printed.out)
-    assert "scoring" in printed.err
-    first, second, silent, empty, _ = document["responses"]
+    responses, header = scored("probe=last", "--importance", "oar_g,fisher", "algorithm.oar.sigma=0.01", "tau=0.5")
+    assert "scoring" in capsys.readouterr().err
+    first, second, silent, empty, _ = responses
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     settings = {"probe": "last", "sigma": 0.01, "tau": 0.5}
@@ -64,18 +72,17 @@ def test_a_model_gives_credit(here, model_folder, capsys, monkeypatch):
         given = {"prompts": [prompt], "responses": [text], "tokenizer": tokenizer}
         for name in ("oar_g", "fisher"):
             credit = oar_plugin.importance(model, **given, importance=name, **settings)
-            begin = credit.input_ids.shape[1] - len(row["tokens"])
-            assert row["importance"][name] == credit.importance[0, begin:].tolist()
+            begin = credit.input_ids.shape[1] - len(row.tokens)
+            assert row.importance[name] == credit.importance[0, begin:].tolist()
             if name == "oar_g":
-                assert row["weights"] == credit.weights[0, begin:].tolist()
-        assert row["prompt"] == prompt
-    assert "\\xc3" in first["tokens"], "a half of a character"
-    assert [row["reward"] for row in document["responses"]] == [1, 0, 0, 0, 0], "graded"
-    assert [row["advantage"] for row in (first, second)] == [None, pytest.approx(0)], "PROMPT and CHAT are two groups"
-    assert [row["status"] for row in (first, silent, empty)] == ["scored", "no_answer", "no_answer"]
-    header = document["header"]
-    assert (header["config"]["tau"], header["config"]["importance"]) == (0.5, "oar_g")
-    assert header["arbitrary_scale"] == {"oar_g": False, "fisher": True}
+                assert row.weights == credit.weights[0, begin:].tolist()
+        assert row.prompt == prompt
+    assert "\\xc3" in first.tokens, "a half of a character"
+    assert [row.reward for row in responses] == [1, 0, 0, 0, 0], "graded"
+    assert [row.advantage for row in (first, second)] == [None, pytest.approx(0)], "PROMPT and CHAT are two groups"
+    assert [row.status for row in (first, silent, empty)] == ["scored", "no_answer", "no_answer"]
+    assert (header.config["tau"], header.config["importance"]) == (0.5, "oar_g")
+    assert header.arbitrary_scale == {"oar_g": False, "fisher": True}
 
 
 @pytest.mark.parametrize(
@@ -86,23 +93,22 @@ def test_a_model_gives_credit(here, model_folder, capsys, monkeypatch):
         (({"reward": 1}, {}, {"reward": 0}), [None] * 3),
     ],
 )
-def test_advantages_are_those_of_grpo_where_all_rewards_of_a_group_are_known(rows, read, here, model_folder, capsys):
+def test_advantages_are_those_of_grpo_where_all_rewards_of_a_group_are_known(rows, read, here, scored):
     lines = [{"input": PROMPT, "output": "x #### 2", "data_source": "d", **row} for row in rows]  # verl's names
     (here / "mine.jsonl").write_text("\ufeff" + "".join(json.dumps(line) + "\n" for line in lines))
-    document = json.loads(shown(capsys, "mine.jsonl", "--format", "json", "--model", str(model_folder)))
-    assert [row["advantage"] for row in document["responses"]] == [x and pytest.approx(x, abs=1e-6) for x in read]
-    assert [row["source"] for row in document["responses"]] == ["d"] * 3
+    responses, _ = scored()
+    assert [row.advantage for row in responses] == [x and pytest.approx(x, abs=1e-6) for x in read]
+    assert [row.source for row in responses] == ["d"] * 3
 
 
 @pytest.mark.parametrize(("row", "read"), CASES["inspect"])
-def test_a_row_is_read_as_it_is_meant_or_refused_with_its_line(row, read, here, model_folder, capsys):
+def test_a_row_is_read_as_it_is_meant_or_refused_with_its_line(row, read, here, scored, model_folder, capsys):
     (here / "mine.jsonl").write_text(f"\n{json.dumps(row)}\n")
     if isinstance(read, str):
         assert main(["inspect", "mine.jsonl", "--model", str(model_folder)]) == 2
         assert f"oar inspect: mine.jsonl, {read}" in capsys.readouterr().err
     else:
-        document = json.loads(shown(capsys, "mine.jsonl", "--format", "json", "--model", str(model_folder)))
-        assert [[found["prompt"], found["truth"], found["reward"]] for found in document["responses"]] == [read]
+        assert [[found.prompt, found.truth, found.reward] for found in scored()[0]] == [read]
 
 
 def test_grading_without_its_package_says_what_to_install_here(here, model_folder, capsys, monkeypatch):
@@ -118,8 +124,8 @@ def test_grading_without_its_package_says_what_to_install_here(here, model_folde
         ("tau=0.5", 2, "SOURCE is missing"),
         ("dump tau=0.5", 2, "tau=0.5: is for scoring; add --model"),
         ("dump/step_000001.jsonl --model MODEL", 2, "line 1: prompt: Field required"),
-        ("dump --format json --open", 2, "--open: is for pages; leave out --format json"),
-        ("nowhere --follow", 2, "nowhere: No such file or directory"),
+        ("dump --format text --out x", 2, "--out: is for pages; leave out --format text"),
+        ("nowhere", 2, "nowhere: No such file or directory"),
         ("mine.jsonl --model MODEL --steps 1", 2, "--steps: is for a run's dump"),
         ("bad.jsonl --model MODEL", 2, "bad.jsonl, line 2: reward: Input should be a finite number"),
         ("mine.jsonl --model MODEL --importance fishr", 2, "importance='fishr': unknown; allowed: fisher, "),
@@ -134,7 +140,6 @@ def test_a_fault_of_the_user_is_a_message(words, status, said, here, model_folde
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     shutil.copytree(model_folder, here / "PICKY")
     (here / "PICKY" / "chat_template.jinja").write_text("{{ raise_exception('no users') }}")
-    monkeypatch.setattr(inspect, "time", SimpleNamespace(sleep=lambda _: pytest.fail("waits")))
     (here / "bad.jsonl").write_text('{"prompt": "1", "response": "2"}\n{"prompt": "1", "response": "2", "reward": NaN}')
     assert main(["inspect", *words.replace("MODEL", str(model_folder)).split()]) == status
     err = capsys.readouterr().err
@@ -142,22 +147,12 @@ def test_a_fault_of_the_user_is_a_message(words, status, said, here, model_folde
     assert err.count("oar inspect: ") == 1
 
 
-def test_json_is_json_and_text_marks_what_was_paid_more_and_cannot_steer_a_terminal(here, capsys, monkeypatch):
+def test_text_marks_what_was_paid_more_and_cannot_steer_a_terminal(here, capsys):
     tokens = ["\x1b[31m", "‮]]\0", " #### ", "<b>[bold]"]
-    write_dump(here / "dump", 2, tokens=tokens, importance={"fisher": [float("nan"), float("inf"), 0.0, 0.0]})
-    document = json.loads(shown(capsys, "dump", "--format", "json"), parse_constant=pytest.fail)
-    assert document["header"] == asdict(HEADER)
-    assert document["responses"][0] == asdict(replace(RESPONSE, step=1, uid="u1"))
-    assert document["responses"][1]["importance"] == {"fisher": [None, None, 0.0, 0.0]}
+    write_dump(here / "dump", 2, tokens=tokens)
     plain = shown(capsys, "dump", "--format", "text")
     assert "so[[ 2]] #### 2\n" in plain
     assert "\\x1b[31m[[\\u202e]]\\x00]] #### <b>[bold]\n" in plain
-    assert re.search(r"words +1 +0.50", plain)
-    assert shown(capsys, "dump", "--format", "text", "--out", "made/text") == ""
-    assert (here / "made/text").read_text() == plain
-    for name, value in (("FORCE_COLOR", "1"), ("COLORTERM", "truecolor"), ("TERM", "xterm"), ("COLUMNS", "80")):
-        monkeypatch.setenv(name, value)
-    assert "\x1b[2mso\x1b[0m\x1b[1m 2\x1b[0m #### 2" in shown(capsys, "dump", "--format", "text")
 
 
 def test_the_page_is_opened_in_the_readers_browser(here, capsys, monkeypatch):
@@ -173,24 +168,3 @@ def test_where_settings_differ_between_steps_the_page_shows_weights_as_recorded(
     assert main(["inspect", "dump"]) == 0
     assert "weights are as recorded" in capsys.readouterr().err
     assert (here / "dump/inspect.html").read_text() == inspector_page(read([here / "dump"]).items, header, "a", True)
-
-
-def test_a_run_is_followed_until_its_reader_ends_it(here, capsys, monkeypatch):
-    run, pages = here / "run", []
-    (run / "dump").mkdir(parents=True)
-
-    def wait(seconds):
-        """Replaces `sleep`: changes the run's files meanwhile."""
-        page = run / "dump/inspect.html"
-        pages.append(page.read_bytes() if page.exists() else None)
-        if len(pages) == 4:
-            raise KeyboardInterrupt
-        if len(pages) in (1, 3):
-            write_dump(run / "dump", len(pages))
-
-    monkeypatch.setattr(inspect, "time", SimpleNamespace(sleep=wait))
-    assert main(["inspect", "run/dump", "--follow"]) == 130
-    out, err = capsys.readouterr()
-    assert [line.split(":")[0] for line in out.splitlines()] == ["1 responses of steps 1", "2 responses of steps 1, 3"]
-    assert err.count("waiting for more") == 1
-    assert pages[1] == pages[2] != pages[3], "a page is written where something is new"

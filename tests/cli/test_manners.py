@@ -74,7 +74,7 @@ def folder(tmp_path, monkeypatch):
         (f"recipes copy {RECIPE} file/mine", 2, "oar recipes: file/mine: Not a directory"),
         (f"recipes copy {RECIPE} dump", 2, "dump exists"),
         ("data aime24 --from rows --out file/data", 1, "Not a directory: 'file"),
-        ("inspect dump --out made/at/once.html", 0, "3 of 5 lines skipped"),
+        ("inspect dump --out made/at/once.html", 0, "4 of 5 lines skipped"),
         ("inspect dump --out file/page.html", 2, "oar inspect: file"),
     ],
 )

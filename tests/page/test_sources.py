@@ -28,7 +28,7 @@ def test_a_line_of_a_dump_with_a_value_of_another_type_is_skipped(name, value, t
 
 @pytest.mark.parametrize(("name", "change"), CASES["header"].items())
 def test_a_header_with_a_value_of_another_type_is_refused(name, change, tmp_path):
-    with pytest.raises(ValueError, match=f"no header that this version of oar_plugin reads: {name}: "):
+    with pytest.raises(ValueError, match=f"line 1: no header: {name}: "):
         read([written(tmp_path / "f.jsonl", vars(HEADER) | change, RESPONSE.line())])
 
 
@@ -39,16 +39,16 @@ def test_a_line_that_is_none_costs_nothing_but_itself(tmp_path):
     file.write_bytes(file.read_bytes().replace("�".encode(), b"\xff"))
     found = read([tmp_path])
     assert found.items == [RESPONSE, other]
-    assert [note.partition("skipped")[0] for note in found.notes] == ["4 of 10 lines "] * 2
+    assert [note.partition("skipped")[0] for note in found.notes] == ["8 of 10 lines "]
     half = replace(RESPONSE, tokens=["\ud83d", "\0", "\ud83d\ude00", "2"]).line()
     assert read([written(tmp_path / "half", HEADER.line(), half)]).items[0].tokens == ["?", "\0", "😀", "2"]
 
 
 @pytest.mark.parametrize(("line", "fault"), CASES["line"].items())
-def test_it_is_said_which_line_is_no_json_or_has_other_keys(line, fault, tmp_path):
+def test_it_is_said_which_line_is_no_json_or_lacks_a_key(line, fault, tmp_path):
     dump = written(tmp_path / "dump", vars(HEADER), vars(RESPONSE), line)
     assert re.search(f"skipped, the first: {dump}, line 3: (step: )?{re.escape(fault)}$", *read([dump]).notes)
-    with pytest.raises(ValueError, match=f"its first line is (no header .*)?{re.escape(fault)}; a file of"):
+    with pytest.raises(ValueError, match=f"header, line 1: no header: (versions: )?{re.escape(fault)}; a file of"):
         read([written(tmp_path / "header", line)])
     with pytest.raises(ValueError, match=f"texts, line 2: (prompt: )?{re.escape(fault)}$"):
         next(scored([written(tmp_path / "texts", {"prompt": "1", "response": "2"}, line)], "no model", []))

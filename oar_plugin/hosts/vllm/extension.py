@@ -61,8 +61,8 @@ def _install_first(runner: FirstRunner, recorder: OutcomeRecorder) -> None:
         """Return a dictionary: request id -> LogprobsTensors or None."""
         waiting: dict[str, int] = runner.num_prompt_logprobs
         # Requests whose prompt is not completely computed yet, in the same order on all tensor-parallel ranks.
-        tags = {request: tag_of(runner.requests[request].sampling_params) for request in waiting}
-        tagged = {request: tag for request, tag in tags.items() if tag is not None}
+        specs = {request: spec_of(runner.requests[request].sampling_params) for request in waiting}
+        tagged = {request: spec for request, spec in specs.items() if spec is not None}
         recorder.retain(runner.requests)
         if not tagged:
             return stock(hidden_states, num_scheduled_tokens, *others)
@@ -73,14 +73,14 @@ def _install_first(runner: FirstRunner, recorder: OutcomeRecorder) -> None:
             waiting.update(held)
 
         items = []
-        for request, tag in tagged.items():
+        for request, spec in tagged.items():
             count = num_scheduled_tokens.get(request)
             if count is None:  # preempted
                 continue
             state = runner.requests[request]
             offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request]])
             token_ids = state.prompt_token_ids or []
-            items.append(Scheduled(request, spec_of(request, tag), token_ids, state.num_computed_tokens, count, offset))
+            items.append(Scheduled(request, spec, token_ids, state.num_computed_tokens, count, offset))
         outcomes = recorder.step(hidden_states, items)
         if not outcomes:
             return rows
@@ -99,14 +99,14 @@ def _install_second(runner: SecondRunner, recorder: OutcomeRecorder) -> None:
     worker, states = runner.prompt_logprobs_worker, runner.req_states
     stock_add, stock_rows = runner.add_requests, worker.compute_prompt_logprobs
     # request id -> (spec, prompt) of tagged requests whose prompt is not completely computed yet
-    pending: dict[str, tuple[Spec | None, list[int]]] = {}
+    pending: dict[str, tuple[Spec, list[int]]] = {}
 
     def add_requests(scheduler_output: SchedulerOutput, *others: Any) -> None:
         stock_add(scheduler_output, *others)
         for new in scheduler_output.scheduled_new_reqs:  # also requests that resume after a preemption
             pending.pop(new.req_id, None)
-            if (tag := tag_of(new.sampling_params)) is not None:
-                pending[new.req_id] = (spec_of(new.req_id, tag), new.prompt_token_ids)
+            if (spec := spec_of(new.sampling_params)) is not None:
+                pending[new.req_id] = (spec, new.prompt_token_ids)
                 worker.uses_prompt_logprobs[states.req_id_to_index[new.req_id]] = False
 
     def compute_prompt_logprobs(
@@ -135,17 +135,13 @@ def _install_second(runner: SecondRunner, recorder: OutcomeRecorder) -> None:
     worker.compute_prompt_logprobs = compute_prompt_logprobs
 
 
-def tag_of(sampling_params: Any) -> dict[str, Any] | None:
-    """The tag of a request, or None. Pooling requests have no sampling parameters."""
-    return (getattr(sampling_params, "extra_args", None) or {}).get(TAG)
-
-
-def spec_of(request: str, tag: dict[str, Any]) -> Spec | None:
-    """Return a tag's spec. If the tag is invalid, warn and return None: an exception would end the engine."""
+def spec_of(sampling_params: Any) -> Spec | None:
+    """Return a tagged request's spec; None for other requests. Pooling requests have no sampling parameters."""
+    tag = (getattr(sampling_params, "extra_args", None) or {}).get(TAG)
     try:
-        return read_spec(tag)
-    except (TypeError, ValueError):
-        logger.warning("request %s cannot be scored", request, exc_info=True)
+        return None if tag is None else read_spec(tag)
+    except (TypeError, ValueError):  # an exception would end the engine
+        logger.warning("a request with the tag %s cannot be scored: it is handled as usual", tag, exc_info=True)
         return None
 
 

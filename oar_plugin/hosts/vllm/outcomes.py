@@ -4,7 +4,7 @@ At every step of the engine, the caller says which positions of which request th
 only the rows that the probe reads. The distributions (one value per token id) stay in the worker.
 
 **Only rows that a request computed itself count.** An engine with a prefix cache does not compute cached positions, so
-their rows have no hidden state. The score of such a request is NaN; the caller repeats the request without the cache.
+their rows have no hidden state. The score of such a request is NaN.
 """
 
 import math
@@ -26,9 +26,6 @@ Role = Literal["reference", "copy"]
 
 TAG = "oar"
 """Key in a request's `SamplingParams.extra_args`. Its value is a spec, written as a dictionary."""
-
-NO_REFERENCE = -1.0
-"""Returned in place of the number of rows if the worker has no reference, or no longer has it."""
 
 MAX_REFERENCES = 32
 """Maximum number of stored references. Each has one float64 per token of the vocabulary: 1.2 MB for 152k tokens. The
@@ -91,7 +88,7 @@ class Scheduled:
     """The part of one tagged request that one step of the engine computes."""
 
     request: str  # its id
-    spec: Spec | None  # None: the tag is invalid
+    spec: Spec
     token_ids: Sequence[int]  # the whole prompt
     first: int  # position of the first token that the step computes
     count: int  # tokens that the step computes
@@ -172,13 +169,13 @@ class OutcomeRecorder:
         Returns for each request whose prompt ends in this step: `[score, rows]` and the drawn tokens, float32 on the device
         (exact up to 2^24). `rows` is the number of rows that were read. The score is the divergence in nats; it is 0 for a
         reference or a draw. It is NaN if a row was not computed in this request, if the reference is not known (`rows` is then
-        `NO_REFERENCE`), or if the logits are not finite.
+        0), or if the logits are not finite.
         """
         self._read(hidden_TD, items)
         ended = [item for item in items if item.first + item.count >= len(item.token_ids)]
-        tallies = {item.request: self._tallies.pop(item.request, None) for item in ended}
+        tallies = {item.request: self._tallies.pop(item.request) for item in ended}
         # Store references first: a copy may end in the same step as its reference.
-        for tally in filter(None, tallies.values()):
+        for tally in tallies.values():
             spec = tally.spec
             if isinstance(spec, OutcomeSpec) and spec.role == "reference" and (outcome := tally.outcome()) is not None:
                 self._references[spec.key] = (spec.probe, outcome)
@@ -193,8 +190,6 @@ class OutcomeRecorder:
     def _read(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> None:
         wanted: list[tuple[_Tally, int, int]] = []  # with each row's position in the prompt and in `hidden_TD`
         for item in items:
-            if item.spec is None:
-                continue
             tally = self._tallies.get(item.request)
             # If the engine starts a request again (preemption, or a request id used again), every row is read again: no row
             # is before the step's first position.
@@ -211,22 +206,21 @@ class OutcomeRecorder:
                 own_RV, logits_RV = logits_RV[: len(positions)], logits_RV[len(positions) :]
                 tally.add(positions, own_RV)
 
-    def _numbers(self, tally: _Tally | None, device: torch.device) -> Tensor:
-        """Return the result of `step` for a request that has ended. `tally` is None if the tag was invalid."""
-        score, rows = torch.full((1,), math.nan, device=device), NO_REFERENCE
+    def _numbers(self, tally: _Tally, device: torch.device) -> Tensor:
+        """Return the result of `step` for a request that has ended."""
+        spec, score, rows = tally.spec, torch.full((1,), math.nan, device=device), tally.taken
         drawn: list[Tensor] = []
-        spec = tally.spec if tally else None
-        if tally and isinstance(spec, DrawSpec):
-            rows = tally.taken
+        if isinstance(spec, DrawSpec):
             if tally.complete and tally.drawn:
                 score, drawn = torch.zeros_like(score), tally.drawn
-        elif tally and isinstance(spec, OutcomeSpec) and spec.key in self._references:
-            rows = tally.taken
+        elif spec.key in self._references:
             probe, reference = self._references[spec.key]
             if probe == spec.probe and (outcome := tally.outcome()) is not None:
                 self._references.move_to_end(spec.key)
                 # For a reference, the divergence from itself: 0, or NaN if its logits are not finite.
                 score = divergence(reference, outcome[None], probe)
+        else:
+            rows = 0
         return torch.cat([score.float(), torch.full((1,), float(rows), device=device), *(d.float() for d in drawn)])
 
 

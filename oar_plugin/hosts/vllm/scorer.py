@@ -64,10 +64,6 @@ class ScoringTask:
     seed: int  # seed of these draws (`step_seed`)
     priority: int = 0  # of vLLM; a larger number runs later. An engine without priority scheduling needs 0
 
-    def __post_init__(self) -> None:
-        if not self.units or any(self.prompt_length + t >= self.answer_start for unit in self.units for t in unit):
-            raise ValueError("a response needs at least one unit, and every unit must be before its answer")
-
 
 @dataclass
 class ScoringResult:
@@ -95,9 +91,7 @@ class ResponseScorer:
     admit: Admit = nullcontext
     # Returns the LoRA adapter that generation uses now; called once per response. None: there are no adapters.
     lora_request: Callable[[], Awaitable[LoRARequest | None]] | None = None
-
-    def __post_init__(self) -> None:
-        self._responses = asyncio.Semaphore(RESPONSES_AT_ONCE)
+    _responses: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(RESPONSES_AT_ONCE), init=False)
 
     async def score(self, task: ScoringTask, timeout_s: float | None = None) -> ScoringResult:
         """Compute the importance of one response.
@@ -115,7 +109,7 @@ class ResponseScorer:
             async with self._responses:
                 run.result.importance = await run.importance()
         except _Failure as failure:
-            run.result.fault = failure.fault
+            run.result.fault = failure.args[0]
         except Exception:
             logger.warning("a response could not be scored on the rollout engine", exc_info=True)
             run.result.fault = "failed"
@@ -123,9 +117,7 @@ class ResponseScorer:
 
 
 class _Failure(Exception):
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault)
-        self.fault = fault
+    """Its argument is the `Fault`."""
 
 
 class _Run:

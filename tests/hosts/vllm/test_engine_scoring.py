@@ -21,7 +21,7 @@ import torch
 
 from oar_plugin.credit.perturbation import units
 from oar_plugin.credit.probe import PROBES
-from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, NO_REFERENCE, OutcomeSpec
+from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, OutcomeSpec
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringTask, numbers_of, tagged_request
 from oar_plugin.hosts.vllm.throttle import Throttle
 from oar_plugin.passes.masked_copies import Candidate
@@ -303,7 +303,7 @@ class EitherRunner:
         spec = OutcomeSpec("key", "copy", "answer_mean", ANSWER)
         object.__setattr__(spec, "probe", "no such probe")
         output = one_rank.run(tagged_request(one_rank.engine, tokens(42), spec, "salt"))
-        assert numbers_of(output) == pytest.approx([math.nan, NO_REFERENCE], nan_ok=True)
+        assert numbers_of(output) == pytest.approx([math.nan, 0], nan_ok=True)
 
     def test_cancellation(self, one_rank, right):
         responses = [task(seed=80 + i, every=self.densely) for i in range(4)]
@@ -379,7 +379,7 @@ class TestOneRank(EitherRunner):
             assert numbers == pytest.approx(first, rel=1e-5)
             assert cached == 0
         numbers, _ = small.run(ask(copy, "copy", key="unknown", use_cache=False))
-        assert numbers == pytest.approx([math.nan, NO_REFERENCE], nan_ok=True)
+        assert numbers == pytest.approx([math.nan, 0], nan_ok=True)
 
     def test_tokens_that_are_never_sampled_belong_to_the_outcome(self, small, right):
         """verl masks them in `compute_logits` of the model's instance; the actor, and the plain model here, do not."""

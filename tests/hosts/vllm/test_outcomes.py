@@ -12,7 +12,6 @@ from oar_plugin.credit.probe import PROBES
 from oar_plugin.hosts.vllm import outcomes
 from oar_plugin.hosts.vllm.outcomes import (
     MAX_REFERENCES,
-    NO_REFERENCE,
     DrawSpec,
     OutcomeRecorder,
     OutcomeSpec,
@@ -58,7 +57,7 @@ def spec(role: str = "copy", key: str = "k", probe: str = "answer_mean") -> Outc
     return OutcomeSpec(key, role, probe, START)
 
 
-def step(recorder: OutcomeRecorder, *parts: tuple[str, Spec | None, Prompt, int, int]) -> dict[str, list[float]]:
+def step(recorder: OutcomeRecorder, *parts: tuple[str, Spec, Prompt, int, int]) -> dict[str, list[float]]:
     """One step of an engine with other traffic between the parts `(request, spec, prompt, first, count)`."""
     rows, items = [JUNK_D], []
     for request, its_spec, prompt, first, count in parts:
@@ -68,7 +67,7 @@ def step(recorder: OutcomeRecorder, *parts: tuple[str, Spec | None, Prompt, int,
     return {request: numbers.tolist() for request, numbers in recorder.step(torch.stack(rows), items).items()}
 
 
-def whole(recorder: OutcomeRecorder, its_spec: Spec | None, prompt: Prompt = COPY) -> list[float]:
+def whole(recorder: OutcomeRecorder, its_spec: Spec, prompt: Prompt = COPY) -> list[float]:
     return step(recorder, ("whole", its_spec, prompt, 0, len(prompt.token_ids)))["whole"]
 
 
@@ -144,7 +143,7 @@ def test_a_request_id_that_is_used_again_starts_anew(recorder):
     assert whole(recorder, spec()) == [expected(), LENGTH - START]
 
 
-@pytest.mark.parametrize(("changes", "said"), [({"key": "unknown"}, NO_REFERENCE), ({"probe": "last"}, 1)])
+@pytest.mark.parametrize(("changes", "said"), [({"key": "unknown"}, 0), ({"probe": "last"}, 1)])
 def test_without_a_reference_of_its_key_and_probe_a_copy_scores_nan(recorder, changes, said):
     assert whole(recorder, spec(**changes)) == pytest.approx([math.nan, said], nan_ok=True)
 
@@ -177,12 +176,6 @@ def test_replacements_are_drawn_wherever_the_prompt_is_cut_and_not_without_their
 def test_a_prompt_too_short_for_its_draws_has_none():
     found = whole(OutcomeRecorder(project), DrawSpec((1, LENGTH + 1), (0, 0), (1, 2)))
     assert found == pytest.approx([math.nan, 0], nan_ok=True)
-
-
-def test_a_tag_that_made_no_sense_scores_nan_when_its_prompt_ends(recorder):
-    assert step(recorder, ("x", None, COPY, 0, 3)) == {}
-    found = step(recorder, ("x", None, COPY, 3, LENGTH - 3), ("c", spec(), COPY, 0, 3))["x"]
-    assert found == pytest.approx([math.nan, NO_REFERENCE], nan_ok=True)
 
 
 def test_a_step_reads_nothing_back_from_the_device():
