@@ -150,8 +150,7 @@ class Own:
         return torch.ones_like(importance_BL) if self.weight is None else self.weight
 
 
-OTHER_SHAPE = "it must return weights of the shape of importance_BL"
-NOT_WEIGHTS = "its weights must be finite, average 1 over each response's reasoning tokens, and be 1 elsewhere"
+NOT_WEIGHTS = "its weights [[]B, L] must be finite, average 1 over each response's reasoning tokens, and be 1 elsewhere"
 OTHERS = "a response's weights must not depend on other responses or on padding"
 FAILED = "a call with (importance_BL, reasoning_BL{}) failed: {}"
 WITH_ALL = FAILED.format(", tau, beta, floor", "{}")
@@ -162,8 +161,8 @@ WITH_ALL = FAILED.format(", tau, beta, floor", "{}")
     [
         (Own(), None),
         (3, "it must be a function of (importance_BL, reasoning_BL, tau, beta, floor) or fewer of the last three"),
-        (Own(torch.ones(2, 4)), OTHER_SHAPE),
-        (Own([[1.0]]), OTHER_SHAPE),
+        (Own(torch.ones(2, 4)), NOT_WEIGHTS),
+        (Own([[1.0]]), WITH_ALL.format("*no attribute*")),
         (Own(torch.full((3, 5), 0.5)), NOT_WEIGHTS),
         (lambda importance_BL, reasoning_BL, *_: torch.where(reasoning_BL, 1.0, 0.5), NOT_WEIGHTS),
         (lambda importance_BL, *_: importance_BL / 0, NOT_WEIGHTS),
