@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 def examine(child: Child, recipe: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     """Yield all findings for a recipe, given by its folder, or for a run with verl's defaults."""
     machine, without_torch = child.ask(look_at_gpus)
-    gpus, on_cpu, seen = machine or (0, False, without_torch)
+    gpus, on_cpu, seen = machine or (0, False, str(without_torch))
     read, fault = child.ask(read_recipe, recipe, overrides, gpus, on_cpu)
     needed, of_recipe = read or (needs_of(on_cpu), [Finding("configuration", "missing", str(fault))] if recipe else [])
     modules = {name: PACKAGES[name]["module"] for name in PACKAGES if name in needed}
@@ -133,7 +133,7 @@ def read_recipe(
     recipe: Path | None, overrides: Sequence[str], gpus: int, on_cpu: bool
 ) -> tuple[set[str], list[Finding]]:
     """What a recipe needs, or a run with verl's default trainer, and the findings of `oar launch` for the recipe."""
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
 
     from oar_plugin.hosts.verl.hydra_conf import config_folder
     from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
@@ -141,7 +141,7 @@ def read_recipe(
     from oar_plugin.runs.recipe import check_config, compose_recipe, gpus_needed
 
     if recipe is None:
-        return needs_of(on_cpu, trainer_of(OmegaConf.load(config_folder() / "ppo_trainer.yaml"))), []
+        return needs_of(on_cpu, trainer_of(DictConfig(OmegaConf.load(config_folder() / "ppo_trainer.yaml")))), []
     check_config(config := compose_recipe(recipe, "oar", overrides))
     actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.name
     bridge = "mbridge" if OmegaConf.select(actor, "megatron.vanilla_mbridge") else "megatron-bridge"

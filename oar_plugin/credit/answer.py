@@ -33,7 +33,7 @@ class SearchFailed(Exception):
 
 
 class AnswerSpan(NamedTuple):
-    """The answer ``[start, end)`` in a text, in characters; from ``marker_start`` on what announces it (``\\boxed{``, ``####``).
+    """The answer ``[start, end)`` in a text, in characters, and from ``marker_start`` what announces it (``#### ``).
 
     ``0 <= marker_start <= start < end <= len(text)``; neither white space nor decoration surrounds the answer.
     """
@@ -119,7 +119,6 @@ def _boxed(text: str) -> Iterator[AnswerSpan]:
 
 
 def _matches(pattern: re.Pattern[str], text: str) -> Iterator[AnswerSpan]:
-    """Yields group 1 of every match of ``pattern``, without decoration."""
     for match in pattern.finditer(text):
         if span := _trimmed(text, match.start(), *match.span(1), decoration=True):
             yield span
@@ -137,19 +136,14 @@ def _the_answer_is(text: str) -> Iterator[AnswerSpan]:
         sentence_end = _SENTENCE_END.search(text, start, limit)
         if sentence_end is None and limit < len(text):
             continue
-        end = _closing_brace(text, start, sentence_end.start() if sentence_end else limit)
+        end, depth = sentence_end.start() if sentence_end else limit, 0
+        for brace in _BRACES.finditer(text, start, end):
+            depth += (brace.lastgroup == "open") - (brace.lastgroup == "close")
+            if depth < 0:  # it was opened before the answer
+                end = brace.start()
+                break
         if span := _trimmed(text, lead.start(), start, end, decoration=True):
             yield span
-
-
-def _closing_brace(text: str, start: int, end: int) -> int:
-    """Offset of the ``}`` in ``[start, end)`` that closes a brace opened before ``start``; ``end`` if there is none."""
-    depth = 0
-    for token in _BRACES.finditer(text, start, end):
-        depth += (token.lastgroup == "open") - (token.lastgroup == "close")
-        if depth < 0:
-            return token.start()
-    return end
 
 
 def _last_character(text: str) -> AnswerSpan | None:

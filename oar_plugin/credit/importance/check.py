@@ -32,17 +32,17 @@ def check(kind: Any) -> None:
     for number, backward in enumerate(kind.backwards):
         for pooled in {False, backward.rows == "probe"}:
             name = "coefficients of pooled rows (no token_N; use Backward('answer'))" if pooled else "coefficients"
-            parts = [*((" of a row alone", row) for row in ALONE), (SHARED, ALL, SHARDS)]
+            parts: list[Any] = [*((" of a row alone", row) for row in ALONE), (SHARED, ALL, SHARDS)]
             _compare(name, -torch.ones(3, 7), partial(_coefficients, kind, number, pooled), parts)
     if kind.backwards:
         wanted_3 = torch.ones(3) * (1 if kind.combine is Importance.combine else -1)
         # In fp16 a pass gives a gradient in float32 and embeddings in fp16.
         half = [(HALF, ALL, torch.bfloat16, torch.bfloat16), (HALF, ALL, torch.float32, torch.float16)]
-        parts = [*((" of one row of [B, T, H]", (None, row)) for row in ALONE), *half]
-        _compare("score", wanted_3, partial(_score, kind), parts)
+        batched = [(" of one row of [B, T, H]", (None, row)) for row in ALONE]
+        _compare("score", wanted_3, partial(_score, kind), [*batched, *half])
     if not kind.copies:  # responses without padding at their ends
-        parts = [(" of a response alone", part) for part in ((slice(0, 1), ALL), (slice(1, 2), slice(2)))]
-        _compare("combine", SCORE_34.sign(), partial(_combine, kind), parts)
+        responses = [(" of a response alone", part) for part in ((slice(0, 1), ALL), (slice(1, 2), slice(2)))]
+        _compare("combine", SCORE_34.sign(), partial(_combine, kind), responses)
 
 
 def _coefficients(kind: Any, number: int, pooled: bool, part: slice, shards: tuple[slice, ...] = WHOLE) -> Tensor:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.gate import gate_of
 from oar_plugin.credit.importance import Backward, Importance, importance_of
 from oar_plugin.credit.importance.check import check
 from tests import own_importance
@@ -30,8 +29,6 @@ def test_what_a_notebook_defines_anew_is_used(monkeypatch):
     assert importance_of(EXAMPLE) is importance_of(EXAMPLE)
     monkeypatch.setattr(own_importance, "Saliency", again := type("Saliency", (Saliency,), {}))
     assert type(importance_of(EXAMPLE)) is again
-    monkeypatch.setattr(own_importance, "upper_half", gate := lambda *given: given[0] * 0 + 1)
-    assert gate_of("python:tests.own_importance:upper_half").function is gate
 
 
 # ---- importances
