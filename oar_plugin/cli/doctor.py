@@ -1,48 +1,67 @@
-"""`oar doctor` says if a run would start here and what to do if not. What may crash is imported in a `Child`."""
+"""`oar doctor` says if a run would start here and what to do if not."""
 
 import argparse
+import gc
 import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from importlib.metadata import distributions, entry_points
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import distributions
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from oar_plugin import __version__
-from oar_plugin.cli.child import Child
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm.versions import installed
 from oar_plugin.output import INSTALL, cause, say
 from oar_plugin.runs.launch.preflight import Finding, Level, importable
 
+LIMIT_S = 300.0  # seconds of one call: an import takes ten, or minutes from a slow network disk
 PACKAGES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("packages.json").read_text(encoding="utf-8"))
 """Package -> the module whose import shows that it works, tested versions, and how to install it if pip alone does not."""
-
+ABSENT = "not installed"
 _LOADED = "from verl.trainer.ppo import core_algos; core_algos.get_adv_estimator_fn('oar')"
 
 
-class Machine(NamedTuple):
-    gpus: int = 0  # that torch sees
-    on_cpu: bool = False  # whether verl_cpu would run verl on the CPU here, by its own rule
-    text: str = ""  # what torch sees, or why it sees none
+class Child:
+    """Calls functions in one process, where what they import may raise, crash or hang. After a fault a new one follows."""
 
-    @property
-    def unseen(self) -> Level:
-        """The level of an import that fails: without a GPU another node may import it."""
-        return "missing" if self.gpus or self.on_cpu else "not checked"
+    _process: SpawnProcess | None = None
+
+    def ask(self, function: Callable[..., Any], *arguments: Any) -> tuple[Any, str | None]:
+        """Return what a function returns, or None and why it does not return. What is sent must be picklable."""
+        if self._process is None:
+            self._pipe, theirs = Pipe()
+            self._process = get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+        try:
+            self._pipe.send((function, arguments))
+            in_time = self._pipe.poll(LIMIT_S)
+            result, fault = self._pipe.recv() if in_time else (None, f"no answer within {LIMIT_S:g} s")
+        except (EOFError, ConnectionError):
+            self._process.join()
+            result, fault = None, f"crashed with exit status {self._process.exitcode}"
+        if fault:
+            self._process.kill()
+            self._process = None
+        return result, fault
 
 
-class Run(NamedTuple):
-    """What a run needs; by default one with verl's defaults."""
-
-    trainer: str = "sync"
-    strategy: str = "fsdp"
-    engine: str = "vllm"
-    offloads: bool = False
-    bridge: str = "mbridge"
+def _serve(pipe: Connection) -> None:
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    gc.disable()  # imports make many objects and drop few: looking for those takes a fifth of the time
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((function(*arguments), None))
+        except (Exception, SystemExit) as error:
+            pipe.send((None, cause(error)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     except RecipeError as error:
         say(f"oar doctor: {error}", sys.stderr)
         return 2
-    with closing(Child()) as child:
-        findings = list(examine(child, recipe, args.overrides))
+    sys.path.insert(0, os.getcwd())  # as for `python -m verl.trainer.main_ppo`
+    findings = list(examine(Child(), recipe, args.overrides))
     missing, unseen = ([one.subject for one in findings if one.level == level] for level in ("missing", "not checked"))
     verdict, status = ("not ready", 1) if missing else ("not checked", 3) if unseen else ("ready", 0)
     if args.json:
@@ -79,92 +98,85 @@ def run(args: argparse.Namespace) -> int:
 def examine(child: Child, recipe: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
     """Yield all findings for a recipe, given by its folder, or for a run with verl's defaults."""
     machine, without_torch = child.ask(look_at_gpus)
-    machine, wanted, of_recipe = machine or Machine(text=str(without_torch)), Run(), []
-    if not without_torch:
-        read, fault = child.ask(read_recipe, recipe, overrides, machine)
-        wanted, of_recipe = read or (Run(), [Finding("configuration", "missing", str(fault))])
-    if recipe:
-        child.close()  # its reward, and the parts of verl that it needed, may have failed halfway
-    modules = {name: PACKAGES[name]["module"] for name in PACKAGES if name in _needed(wanted, machine)}
-    if wanted.engine == "vllm":
+    gpus, on_cpu, seen = machine or (0, False, str(without_torch))
+    read, fault = child.ask(read_recipe, recipe, overrides, gpus, on_cpu)
+    needed, of_recipe = read or (needs_of(on_cpu), [Finding("configuration", "missing", str(fault))] if recipe else [])
+    modules = {name: PACKAGES[name]["module"] for name in PACKAGES if name in needed}
+    if "vllm" in modules:
         modules["verl"] = "verl.workers.rollout.vllm_rollout.vllm_async_server"
-    if machine.on_cpu and "vllm" in modules:
-        modules["vllm"] = "vllm._custom_ops"  # this module selects kernels for the CPU's instruction set
-    faults = {name: without_torch if name == "torch" else _fault(child, module) for name, module in modules.items()}
-    yield from (_package(name, name in modules, faults.get(name), machine) for name in PACKAGES)
-    yield from _features(child, wanted, faults["verl"])
-    level: Level = "ok" if machine.gpus else "note" if machine.on_cpu else "not checked"
-    yield Finding("GPUs", level, machine.text, "" if machine.gpus else "for the CPU: VERL_PLATFORM=cpu, and verl_cpu")
+        if on_cpu:
+            modules["vllm"] = "vllm._custom_ops"  # this module selects kernels for the CPU's instruction set
+    faults: dict[str, str | None] = {}
+    for name, module in modules.items():
+        there = importable(module.partition(".")[0])  # a package that is not there costs no new process
+        faults[name] = child.ask(exec, f"import {module}")[1] if there else ABSENT
+    unseen: Level = "missing" if gpus or on_cpu else "not checked"  # another node may import it
+    yield from (_package(name, name in modules, faults.get(name), unseen) for name in PACKAGES)
+    if not faults["verl"]:
+        yield from _features(child, needed)
+    level: Level = "ok" if gpus else "note" if on_cpu else "not checked"
+    yield Finding("GPUs", level, seen, "" if gpus else "for the CPU: VERL_PLATFORM=cpu, and verl_cpu")
     yield from of_recipe
 
 
-def _fault(child: Child, module: str) -> str | None:
-    """Why the import of a module fails; None if it works. A package that is not there costs no new child."""
-    package = module.partition(".")[0]
-    if child.ask(importable, package)[0] is False:
-        return f"ModuleNotFoundError: No module named '{package}'"
-    return child.ask(exec, f"import {module}")[1]
-
-
-def look_at_gpus() -> Machine:
-    """Import torch and look at the GPUs that it sees."""
+def look_at_gpus() -> tuple[int, bool, str]:
+    """How many GPUs torch sees; whether verl_cpu would run verl on the CPU here, by its own rule; a text for people."""
     import torch
 
-    asked = os.environ.get("VERL_PLATFORM", "").strip().lower()
-    built_for = torch.version.cuda or torch.version.hip or ""
-    if gpus := [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]:
-        least, names = min(gpu.total_memory for gpu in gpus) / 2**30, ", ".join(sorted({gpu.name for gpu in gpus}))
-        return Machine(len(gpus), False, f"{len(gpus)} x {names}, at least {least:.1f} GiB each")
-    text = f"torch {torch.__version__}{built_for and f', which needs a driver for CUDA {built_for},'} sees none"
-    return Machine(0, asked == "cpu" or not (asked or built_for), text)
+    if count := torch.cuda.device_count():
+        return count, False, f"{count} x {torch.cuda.get_device_name()}"
+    asked, for_gpus = os.environ.get("VERL_PLATFORM", "").strip().lower(), torch.version.cuda or torch.version.hip
+    return 0, asked == "cpu" or not (asked or for_gpus), f"torch {torch.__version__} sees none"
 
 
-def read_recipe(recipe: Path | None, overrides: Sequence[str], machine: Machine) -> tuple[Run, list[Finding]]:
-    """What a recipe needs, or verl's default trainer, and the findings of `oar launch` for the recipe."""
-    try:
-        from omegaconf import OmegaConf
+def read_recipe(
+    recipe: Path | None, overrides: Sequence[str], gpus: int, on_cpu: bool
+) -> tuple[set[str], list[Finding]]:
+    """What a recipe needs, or a run with verl's default trainer, and the findings of `oar launch` for the recipe."""
+    from omegaconf import DictConfig, OmegaConf
 
-        from oar_plugin.hosts.verl.hydra_conf import config_folder
-        from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
-        from oar_plugin.runs.launch import preflight
-        from oar_plugin.runs.recipe import check_config, compose_recipe, gpus_needed
+    from oar_plugin.hosts.verl.hydra_conf import config_folder
+    from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
+    from oar_plugin.runs.launch import preflight
+    from oar_plugin.runs.recipe import check_config, compose_recipe, gpus_needed
 
-        if recipe is None:
-            trainer = OmegaConf.load(config_folder() / "ppo_trainer.yaml").trainer
-            return Run(trainer_of(OmegaConf.create({"trainer": trainer}))), []
-        check_config(config := compose_recipe(recipe, "oar", overrides))
-        actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.name
-        bridge = "mbridge" if OmegaConf.select(actor, "megatron.vanilla_mbridge") else "megatron-bridge"
-        offloads = switched_on(config) and resolve(config).offloads
-        each = 0 if config.trainer.device == "cpu" else gpus_needed(config)[1]
-        level: Level = "ok" if machine.gpus >= each else machine.unseen
-        cluster = Finding("cluster", level, f"needs {each} GPUs on each node; here {machine.gpus} visible")
-        found = preflight.examine(config, preflight.gpu_of_run(None, None, local=True), gpu_seen=machine.gpus > 0)[1]
-        return Run(trainer_of(config), actor.strategy, engine, offloads, bridge), [cluster, *found]
-    except Exception as error:  # without verl, say
-        fault = str(error) if isinstance(error, ValueError) else cause(error)
-        return Run(), [Finding("configuration", "missing", fault)] if recipe else []
+    if recipe is None:
+        return needs_of(on_cpu, trainer_of(DictConfig(OmegaConf.load(config_folder() / "ppo_trainer.yaml")))), []
+    check_config(config := compose_recipe(recipe, "oar", overrides))
+    actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.name
+    bridge = "mbridge" if OmegaConf.select(actor, "megatron.vanilla_mbridge") else "megatron-bridge"
+    needed = needs_of(on_cpu, trainer_of(config), actor.strategy, engine, bridge)
+    needed |= {"offload"} if switched_on(config) and resolve(config).offloads else set()
+    each = 0 if config.trainer.device == "cpu" else gpus_needed(config)[1]
+    level: Level = "ok" if gpus >= each else "missing" if gpus or on_cpu else "not checked"
+    cluster = Finding("cluster", level, f"needs {each} GPUs on each node; here {gpus} visible")
+    found = preflight.examine(config, preflight.gpu_of_run(None, None, local=True), gpu_seen=gpus > 0)[1]
+    return needed, [cluster, *found]
 
 
-def _needed(wanted: Run, machine: Machine) -> set[str]:
-    needed = {"torch", "ray", "transformers", "datasets", "verl"} | ({"vllm"} if wanted.engine == "vllm" else set())
-    needed |= {"TransferQueue"} if wanted.trainer in capabilities.TRAINERS else set()
-    if wanted.strategy == "megatron":
-        return needed | {"megatron-core", wanted.bridge} | (set() if machine.on_cpu else {"transformer-engine"})
+def needs_of(
+    on_cpu: bool, trainer: str = "sync", strategy: str = "fsdp", engine: str = "vllm", bridge: str = "mbridge"
+) -> set[str]:
+    """The packages, and the features of `capabilities`, that a run needs; by default one with verl's defaults."""
+    needed = {"torch", "ray", "transformers", "datasets", "verl", trainer, strategy.rstrip("2")}  # fsdp2: `fsdp`
+    needed |= ({"vllm"} if engine == "vllm" else set()) | (
+        {"TransferQueue"} if trainer in capabilities.TRAINERS else set()
+    )
+    if strategy == "megatron":
+        return needed | {"megatron-core", bridge} | (set() if on_cpu else {"transformer-engine"})
     # If `kernels` is installed, transformers downloads a kernel in place of this package.
-    return needed if machine.on_cpu or importable("kernels") else needed | {"flash-attn"}
+    return needed if on_cpu or importable("kernels") else needed | {"flash-attn"}
 
 
-def _package(name: str, needed: bool, fault: str | None, machine: Machine) -> Finding:
+def _package(name: str, needed: bool, fault: str | None, unseen: Level) -> Finding:
     """A package that a run needs was imported. For others the version is enough."""
-    module, tested, advice = (PACKAGES[name].get(key, "") for key in ("module", "tested", "advice"))
+    tested, advice = (PACKAGES[name].get(key, "") for key in ("tested", "advice"))
     version = installed() if name == "vllm" else next((one.version for one in distributions(name=name)), None)
-    level: Level = "missing" if needed else "note"
     install = advice or f'pip install "{name}{tested}"'
-    if version is None and (not needed or f"No module named '{module.split('.')[0]}" in str(fault)):
-        return Finding(name, level, "not installed", install)
+    if version is None and (not needed or fault == ABSENT):
+        return Finding(name, "missing" if needed else "note", "not installed", install)
     if fault:  # a package may need a GPU's driver
-        level = "missing" if needed and name == "torch" else machine.unseen
+        level: Level = "missing" if name == "torch" else unseen
         return Finding(name, level, f"{version or ''} does not import: {fault}".strip(), f"again: {install}")
     from packaging.specifiers import SpecifierSet
 
@@ -173,22 +185,15 @@ def _package(name: str, needed: bool, fault: str | None, machine: Machine) -> Fi
     return Finding(name, "note", version, f"tested with {tested}")
 
 
-def _features(child: Child, wanted: Run, verl_fault: str | None) -> Iterator[Finding]:
+def _features(child: Child, needed: set[str]) -> Iterator[Finding]:
     """Whether verl loads OAR, and what it has of each feature."""
-    fault, advice, variables = "", "", capabilities.external_modules()
-    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
-    if not any(entry.name == "oar" for entry in entry_points(group="verl.plugins")):
-        fault, advice = "not installed here", f"{INSTALL} in a checkout, on every node"
-    elif policy != "auto" and "oar" not in policy.replace(" ", "").split(","):
-        fault = f"VERL_USE_EXTERNAL_PLUGINS={policy} leaves it out"
-    elif variables:
-        fault, advice = "this verl looks for no entry points", f"export {'='.join(*variables.items())}, on every node"
-    elif not verl_fault and child.ask(exec, _LOADED)[1]:
-        fault, advice = "verl did not load it", 'python -c "import verl" says more'
-    loaded = "registered" if verl_fault else "loaded by verl"
-    yield Finding("oar_plugin", "missing" if fault else "ok", fault or f"{__version__}, {loaded}", advice)
-    needed = {wanted.trainer, wanted.strategy.rstrip("2"), "offload" if wanted.offloads else ""}  # fsdp2: `fsdp`
-    for name in () if verl_fault else capabilities.FEATURES:
+    if child.ask(exec, _LOADED)[1]:
+        exports = [f"export {name}={value}" for name, value in capabilities.external_modules().items()]
+        advice = exports or [f"{INSTALL} in a checkout, and VERL_USE_EXTERNAL_PLUGINS=auto"]
+        yield Finding("oar_plugin", "missing", "verl did not load it", f"{advice[0]}, on every node")
+    else:
+        yield Finding("oar_plugin", "ok", f"{__version__}, loaded by verl")
+    for name in capabilities.FEATURES:
         missing, crashed = child.ask(capabilities.missing, name)
         lacking = crashed or "; ".join(missing)
         level: Level = "ok" if not lacking else "missing" if name in needed else "note"

@@ -1,7 +1,5 @@
-"""The method: outcome-grounded token credit as pure functions on tensors (arXiv 2601.07408).
+"""The method: outcome-grounded token credit as pure functions on tensors (arXiv 2601.07408). Nothing here knows a host.
 
-`answer` finds the answer's tokens, `probe` computes the model's outcome distribution there, `importance/` has one file per
-importance, `gate` turns importance into weights, `diagnostics` measures the weights. Nothing here knows a host.
 Shape suffixes: T tokens (packed), N rows of logits, B responses, L longest response, V vocabulary, H hidden size.
 """
 

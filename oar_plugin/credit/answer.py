@@ -1,8 +1,7 @@
-"""Which tokens of a response are its final answer, which announce the answer, and which are reasoning.
+"""Which tokens of a response are its final answer, which announce the answer, and which are reasoning (arXiv 2601.07408).
 
-The segments are those of arXiv 2601.07408: ``reasoning | conclude | answer | after``. Answers are searched in the text and
-mapped to tokens through byte offsets, because borders of tokens and of answers rarely coincide (a token can hold ``}.`` or half
-of a multi-byte character).
+Answers are searched in the text and mapped to tokens through byte offsets, because borders of tokens and of answers rarely
+coincide (a token can hold ``}.`` or half of a multi-byte character).
 """
 
 import enum
@@ -22,8 +21,6 @@ PATTERN_SECONDS = 2.0  # of a user's regular expression on one text; ordinary ex
 
 
 class Segment(enum.IntEnum):
-    """The segment of a response token (arXiv 2601.07408, section on segments)."""
-
     OUTSIDE = 0  # not the policy's own token: tool output, padding
     REASONING = 1
     CONCLUDE = 2  # the marker that announces the answer
@@ -36,10 +33,9 @@ class SearchFailed(Exception):
 
 
 class AnswerSpan(NamedTuple):
-    """An answer's place in a text, in characters: ``0 <= marker_start <= start < end <= len(text)``.
+    """The answer ``[start, end)`` in a text, in characters, and from ``marker_start`` what announces it (``#### ``).
 
-    ``[start, end)`` is the answer without surrounding white space or decoration; ``[marker_start, start)`` is the marker
-    that announces it (``\\boxed{``, ``#### ``).
+    ``0 <= marker_start <= start < end <= len(text)``; neither white space nor decoration surrounds the answer.
     """
 
     marker_start: int
@@ -123,7 +119,6 @@ def _boxed(text: str) -> Iterator[AnswerSpan]:
 
 
 def _matches(pattern: re.Pattern[str], text: str) -> Iterator[AnswerSpan]:
-    """Yields group 1 of every match of ``pattern``, without decoration."""
     for match in pattern.finditer(text):
         if span := _trimmed(text, match.start(), *match.span(1), decoration=True):
             yield span
@@ -141,19 +136,14 @@ def _the_answer_is(text: str) -> Iterator[AnswerSpan]:
         sentence_end = _SENTENCE_END.search(text, start, limit)
         if sentence_end is None and limit < len(text):
             continue
-        end = _closing_brace(text, start, sentence_end.start() if sentence_end else limit)
+        end, depth = sentence_end.start() if sentence_end else limit, 0
+        for brace in _BRACES.finditer(text, start, end):
+            depth += (brace.lastgroup == "open") - (brace.lastgroup == "close")
+            if depth < 0:  # it was opened before the answer
+                end = brace.start()
+                break
         if span := _trimmed(text, lead.start(), start, end, decoration=True):
             yield span
-
-
-def _closing_brace(text: str, start: int, end: int) -> int:
-    """Offset of the ``}`` in ``[start, end)`` that closes a brace opened before ``start``; ``end`` if there is none."""
-    depth = 0
-    for token in _BRACES.finditer(text, start, end):
-        depth += (token.lastgroup == "open") - (token.lastgroup == "close")
-        if depth < 0:
-            return token.start()
-    return end
 
 
 def _last_character(text: str) -> AnswerSpan | None:
@@ -175,9 +165,8 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
 
     Answers behind the last ``</think>`` that has any count before others; boxes, tags and a user's own matches before announced
     answers (behind a box, ``the answer is 5`` is a remark); announced words after all. Of equal ones the last counts: the ``5``
-    of ``<answer>\boxed{5}</answer>``. A box that is empty or not closed, a placeholder (``...``) and a Markdown heading
-    (``#### Check``) are no answers. The shipped reward grades the same answer. Markers without text between them are one
-    marker: ``The answer is \boxed{``. The patterns are:
+    of ``<answer>\boxed{5}</answer>``. Empty or open boxes, placeholders (``...``) and Markdown headings (``#### Check``) are no
+    answers. Markers without text between them are one marker: ``The answer is \boxed{``. The patterns are:
 
     - ``boxed``: ``\boxed{...}`` with balanced braces, also ``\boxed 5``;
     - ``hash``: ``#### ...`` to the end of the line;
@@ -189,8 +178,8 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
     - ``python:<module>:<function>``: a user's own ``AnswerFinder``, without a time limit.
 
     Without patterns, the answer is the last character that is not white space; only the ``last`` probe makes sense for it.
-    The returned function takes text with lone surrogates for bytes that are not UTF-8. It raises ``SearchFailed`` if a user's
-    own pattern took too long, raised, or returned something else. ValueError: a pattern cannot be used; the message says why.
+    The text may have lone surrogates for bytes that are not UTF-8. SearchFailed: a user's own pattern took too long, raised, or
+    returned something else. ValueError: a pattern cannot be used; the message says why.
     """
     if isinstance(patterns, str):
         raise ValueError(f"answer patterns must be a list of strings, got the single string {patterns!r}")
@@ -277,7 +266,6 @@ def _regex_candidates(pattern: str, expression: str) -> _Candidates:
 
 
 def _call(finder: AnswerFinder, text: str) -> AnswerSpan | None:
-    """Calls a finder, perhaps a user's own. It raises only ``SearchFailed``."""
     name = getattr(finder, "__qualname__", type(finder).__qualname__)
     try:
         returned = finder(text)
@@ -290,11 +278,10 @@ def _call(finder: AnswerFinder, text: str) -> AnswerSpan | None:
     try:
         *marker, start, end = map(operator.index, returned)
         (marker_start,) = marker or (start,)
+        if not 0 <= marker_start <= start <= end <= len(text):
+            raise ValueError("out of order, or outside of the text")
     except Exception as error:
-        kind = type(returned).__name__
-        raise SearchFailed(f"answer finder {name} returned {kind} that is not two or three integers") from error
-    if not 0 <= marker_start <= start <= end <= len(text):
-        raise SearchFailed(f"answer finder {name} returned offsets that are out of order or outside the text")
+        raise SearchFailed(f"answer finder {name} returned no two or three offsets in the text: {error}") from error
     return _trimmed(text, marker_start, start, end)
 
 
@@ -302,13 +289,9 @@ def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarra
     """Returns the ``Segment`` of each token of one response, int8 ``[T]``; None if the finder finds no answer of the policy.
 
     A token is ANSWER if its bytes overlap the answer's, else CONCLUDE if they overlap the marker's. A token without bytes (a
-    special token) is sorted by its position; inside the answer it is CONCLUDE.
-
-    Args:
-        pieces: the bytes of each of the T tokens, ``b""`` for special tokens; need not be valid UTF-8.
-        finder: from ``make_finder``, or a user's own.
-        own: bool ``[T]``, False where the policy did not write the token (tool output). Such tokens are OUTSIDE, and the
-            finder sees new lines in their place, so that a tool's answer never counts as the policy's.
+    special token, ``b""`` in ``pieces``) is sorted by its position; inside the answer it is CONCLUDE. ``own``, bool ``[T]``, is
+    False where the policy did not write the token (tool output). Such tokens are OUTSIDE, and the finder sees new lines in
+    their place, so that a tool's answer never counts as the policy's.
 
     SearchFailed: the finder raised, or returned something else. ValueError: ``own`` has another length.
     """
@@ -324,8 +307,7 @@ def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarra
         characters[~np.repeat(own, lengths)] = ord("\n")
         data = characters.tobytes()
 
-    # surrogateescape makes one character of every byte that is not UTF-8, so a prefix of the text encodes to exactly the
-    # bytes before it.
+    # surrogateescape makes one character of every byte that is not UTF-8: a prefix of the text encodes to the bytes before it.
     text = data.decode("utf-8", "surrogateescape")
     span = _call(finder, text)
     if span is None:

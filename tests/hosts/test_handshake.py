@@ -1,7 +1,6 @@
 """The question to every node, asked of real Ray actors that stand in for verl's workers and servers."""
 
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
@@ -86,36 +85,23 @@ def test_processes_without_the_plugin_or_with_another_are_named(actors, good, tm
     servers = [good[1], server.remote(None, hidden=True)]
     with pytest.raises(RuntimeError, match="needs the same oar_plugin on every node") as raised:
         handshake.check_nodes(workers, servers, "fsdp", OarConfig())
-    head, hidden, silenced, changed, older, server_line, advice = str(raised.value).splitlines()
-    assert f"has oar_plugin {oar_plugin.__version__} with verl {verl.__version__}" in head
+    head, *lines, advice = str(raised.value).splitlines()
+    assert f"The driver has oar_plugin {oar_plugin.__version__} with verl {verl.__version__}" in head
     assert "Install" in advice
-    assert hidden.startswith(f"  {socket.gethostname()} (")
-    assert "actor worker 1: no oar_plugin (" in hidden
-    assert "actor worker 2: " in silenced
-    assert silenced.endswith("its engine is verl's own FSDPEngineWithLMHead: VERL_USE_EXTERNAL_PLUGINS=none")
-    assert "actor worker 3: other code of the same version: " in changed
-    assert changed.endswith(f"the driver's {handshake.sources()[0]}")
-    assert older.endswith(f"actor worker 4: oar_plugin 0.0.1 with verl {verl.__version__}")
-    assert "rollout server 1: no oar_plugin (" in server_line
-
-
-@pytest.mark.parametrize("driver_is_checkout", [True, False])
-def test_code_is_compared_only_where_one_side_runs_from_a_checkout(driver_is_checkout, tmp_path, monkeypatch):
-    (tmp_path / "oar_plugin").mkdir()
-    (tmp_path / "oar_plugin" / "__init__.py").touch()
-    (tmp_path / "oar_plugin-0.3.0.dist-info").mkdir()  # as pip installs it
-    assert handshake.sources()[1]
-    monkeypatch.setattr(oar_plugin, "__file__", str(tmp_path / "oar_plugin" / "__init__.py"))
-    assert not handshake.sources()[1]
-    fault = handshake.fault_of(None, None, {}, ("0123456789ab", driver_is_checkout))
-    assert ("the driver's 0123456789ab" in fault) is driver_is_checkout
+    node = f"  node {ray.util.get_node_ip_address()}: "
+    assert lines[0].startswith(f"{node}no oar_plugin (")  # of a worker and of a server
+    assert lines[1:] == [
+        f"{node}its engine is verl's own FSDPEngineWithLMHead: see VERL_USE_EXTERNAL_PLUGINS there, and the process's log",
+        f"{node}other code of the same version",
+        f"{node}oar_plugin 0.0.1 with verl {verl.__version__}",
+    ]
 
 
 def test_an_actor_that_cannot_import_the_gate_is_told_at_the_start(good, tmp_path, monkeypatch):
     (tmp_path / "gate_of_the_driver.py").write_text("from tests.own_importance import upper_half\n")
     monkeypatch.syspath_prepend(tmp_path)  # Ray's processes were started before
     oar = OarConfig(gate="python:gate_of_the_driver:upper_half")
-    with pytest.raises(RuntimeError, match=r"worker 0: algorithm.oar.gate='python:gate.*cannot be imported"):
+    with pytest.raises(RuntimeError, match=r"node .*: algorithm.oar.gate='python:gate.*cannot be imported"):
         handshake.check_nodes(good[:1], good[1:], "fsdp", oar)
 
 

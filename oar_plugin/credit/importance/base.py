@@ -1,9 +1,7 @@
-"""The class `Importance`: how much each reasoning token of a response matters. Engines, planner and messages need nothing else.
+"""The class `Importance`: how much each reasoning token of a response matters.
 
 Each `Backward` starts from the scalar `J = sum(coefficients * logits)`, whose coefficients are fixed, so that no graph over the
-vocabulary is needed, and each rank adds its part of the rows or columns. It ends at the input embeddings. `score` makes one
-number per token of gradient and embedding, `combine` the importance of these numbers. `oar_plugin.passes` runs the model.
-
+vocabulary is needed, and each rank adds its part of the rows or columns. It ends at the input embeddings.
 Shape suffixes: N rows, V vocabulary, T tokens, H hidden size, K backwards, B responses, L longest response.
 """
 
@@ -42,8 +40,6 @@ class Backward:
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a gradient pass."""
-
     backward: int | None  # index in `Importance.backwards` of the backward that follows; None: no backward
     draw: int = 0  # number of the draw of signs or noise, from 0
     log_probs: bool = False  # the host takes log-probs and entropy from this forward
@@ -134,7 +130,6 @@ class Importance:
 
     @property
     def runs_model(self) -> bool:
-        """Whether the importance needs the model: a gradient pass or copies."""
         return bool(self.backwards or self.reads or self.copies)
 
     @property

@@ -1,8 +1,5 @@
-"""Checks a user's own importance on small tensors when a run starts.
-
-Its methods must give the same on part of the vocabulary as on all of it, for a row alone as in a batch, in bf16 as in float32
-but for rounding. Each call gets new tensors, as in a pass: a method may write into its arguments.
-"""
+"""Checks a user's own importance on small tensors when a run starts: the same numbers on part of the vocabulary as on all of
+it, for a row alone as in a batch, in half precision but for rounding. Each call gets new tensors, as in a pass."""
 
 from functools import partial
 from typing import Any, get_args
@@ -19,9 +16,8 @@ WHOLE, SHARDS = (slice(0, 7),), (slice(0, 3), slice(3, 7), slice(7, 7))  # colum
 NUMBERS_37 = torch.linspace(-5, 5, 21).sin().view(3, 7)  # a row's mean is not among its numbers
 # From 0.1 to 7.4. The last response has no reasoning, like one that is not scored.
 SCORE_34 = (2 * NUMBERS_37[:, :4]).exp() * torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
-SHARED = (
-    "where processes share the vocabulary (use rows.vocabulary.softmax, total, largest, subtract_one_at), coefficients"
-)
+SHARED = " where processes share the vocabulary (see rows.vocabulary)"
+HALF = " in half precision (begin with gradient.float() and embedding.float())"
 
 
 def check(kind: Any) -> None:
@@ -29,26 +25,24 @@ def check(kind: Any) -> None:
     _require(isinstance(kind, type) and issubclass(kind, Importance), "it must be a class derived from Importance")
     are_backwards = isinstance(kind.backwards, tuple) and all(isinstance(one, Backward) for one in kind.backwards)
     _require(are_backwards, "backwards must be a tuple of Backward: (Backward(...),)")
-    fits = kind.copies is False or (kind.copies is True and not (kind.backwards or kind.reads))
-    _require(fits, "copies must be False, or True, and then without backwards and reads: masked copies give the scores")
+    _require(not (kind.copies and (kind.backwards or kind.reads)), "copies=True excludes backwards and reads")
     _require(kind.name and kind.help, "it has no name, or no help")
     are_readings = isinstance(kind.reads, set | frozenset) and kind.reads <= {*get_args(Reading)}
     _require(are_readings, f"reads={kind.reads!r}; allowed: a set of {', '.join(get_args(Reading))}")
     for number, backward in enumerate(kind.backwards):
         for pooled in {False, backward.rows == "probe"}:
             name = "coefficients of pooled rows (no token_N; use Backward('answer'))" if pooled else "coefficients"
-            coefficients, alone = partial(_coefficients, kind, number, pooled), [(row,) for row in ALONE]
-            _compare(name, coefficients, -torch.ones(3, 7), alone, "for a row alone than in a batch")
-            _compare(SHARED, coefficients, -torch.ones(3, 7), [(ALL, SHARDS)], "than on the whole of it")
+            parts: list[Any] = [*((" of a row alone", row) for row in ALONE), (SHARED, ALL, SHARDS)]
+            _compare(name, -torch.ones(3, 7), partial(_coefficients, kind, number, pooled), parts)
     if kind.backwards:
-        score, wanted_T = partial(_score, kind), torch.ones(3) * (1 if kind.combine is Importance.combine else -1)
-        _compare("score", score, wanted_T, [((None, row),) for row in ALONE], "alone or as [B, T, H] than as [T, H]")
-        # In fp16 a pass gives a gradient in float32 and embeddings in fp16. bf16 has 8 bits.
-        half = [(ALL, torch.bfloat16, torch.bfloat16), (ALL, torch.float32, torch.float16)]
-        _compare("score", score, wanted_T, half, "in bf16 (begin with gradient.float() and embedding.float())", 0.05)
-    if not kind.copies:
-        responses = [((slice(0, 1), ALL),), ((slice(1, 2), slice(2)),)]  # without padding at their ends
-        _compare("combine", partial(_combine, kind), SCORE_34.sign(), responses, "for a response alone than in a batch")
+        wanted_3 = torch.ones(3) * (1 if kind.combine is Importance.combine else -1)
+        # In fp16 a pass gives a gradient in float32 and embeddings in fp16.
+        half = [(HALF, ALL, torch.bfloat16, torch.bfloat16), (HALF, ALL, torch.float32, torch.float16)]
+        batched = [(" of one row of [B, T, H]", (None, row)) for row in ALONE]
+        _compare("score", wanted_3, partial(_score, kind), [*batched, *half])
+    if not kind.copies:  # responses without padding at their ends
+        responses = [(" of a response alone", part) for part in ((slice(0, 1), ALL), (slice(1, 2), slice(2)))]
+        _compare("combine", SCORE_34.sign(), partial(_combine, kind), responses)
 
 
 def _coefficients(kind: Any, number: int, pooled: bool, part: slice, shards: tuple[slice, ...] = WHOLE) -> Tensor:
@@ -88,19 +82,19 @@ def _combine(kind: Any, part: Any) -> Tensor:
     return kind().combine(Parts(score_KBL, some_BL > 0, some_BL.mul(999).long(), readings))
 
 
-def _compare(name: str, method: Any, like: Tensor, parts: Any, where: str, relative: float = 1e-4) -> None:
+def _compare(name: str, like: Tensor, method: Any, parts: Any) -> None:
     """Requires results of the shape of `like`, not negative where it is 1 and anything where it is 0, the same for parts."""
     whole = None
-    for part, *how in ((ALL,), *parts):
-        result, wanted = called(name, partial(method, part, *how)), like[part]
-        returned = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        _require(returned == wanted.shape, f"{name} returned {returned}, wanted a tensor of shape {(*wanted.shape,)}")
+    for where, part, *how in (("", ALL), *parts):
+        result, wanted = called(name + where, partial(method, part, *how)), like[part]
+        fits = isinstance(result, Tensor) and result.shape == wanted.shape
+        _require(fits, f"{name}{where} must return a tensor of shape {(*wanted.shape,)}")
         result = result.double().where(wanted != 0, 0)
-        _require(result.isfinite().all(), f"{name} returned numbers that are not finite")
-        _require((result * wanted.clamp_min(0) >= 0).all(), f"{name} returned negative numbers")
         whole = result if whole is None else whole
-        _require(whole.any(), f"{name} returned 0 only; no token would matter more than another")
-        _require((result - whole[part]).norm() <= relative * whole.norm(), f"{name} returned other numbers {where}")
+        valid = result.isfinite() & (result * wanted.clamp_min(0) >= 0)
+        _require(valid.all() and whole.any(), f"{name}{where} returned numbers not finite, negative, or all 0")
+        close = (result - whole[part]).norm() <= (0.05 if where == HALF else 1e-4) * whole.norm()  # bf16 has 8 bits
+        _require(close, f"{name}{where} returned other numbers than for all rows")
 
 
 def _require(holds: object, otherwise: str) -> None:

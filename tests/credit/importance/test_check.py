@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from oar_plugin.config import OarConfig, OarConfigError
-from oar_plugin.credit.gate import gate_of
 from oar_plugin.credit.importance import Backward, Importance, importance_of
 from oar_plugin.credit.importance.check import check
 from tests import own_importance
@@ -30,8 +29,6 @@ def test_what_a_notebook_defines_anew_is_used(monkeypatch):
     assert importance_of(EXAMPLE) is importance_of(EXAMPLE)
     monkeypatch.setattr(own_importance, "Saliency", again := type("Saliency", (Saliency,), {}))
     assert type(importance_of(EXAMPLE)) is again
-    monkeypatch.setattr(own_importance, "upper_half", gate := lambda *given: given[0] * 0 + 1)
-    assert gate_of("python:tests.own_importance:upper_half").function is gate
 
 
 # ---- importances
@@ -102,9 +99,10 @@ def fails_with_tokens(self, number, rows):
     return rows.vocabulary.softmax(rows.logits_NV) if rows.token_N is None else None
 
 
-SHARED = "where processes share the vocabulary (use rows.vocabulary.softmax, total, *), coefficients"
+SHARED = "coefficients where processes share the vocabulary (see rows.vocabulary)"
 DIFFER, EXCHANGE = f"{SHARED} returned other numbers*", f"{SHARED} failed*other tensors are exchanged*"
 NOT_READ = '*entropy_BL is not computed; write reads = frozenset({"entropy", "log_prob"}) in the class*'
+NOT_VALID = "* returned numbers not finite, negative, or all 0"
 LOG_PROB, ENTROPY = frozenset({"log_prob"}), frozenset({"entropy"})
 NO_TUPLE = "backwards must be a tuple of Backward: (Backward(...),)"
 
@@ -125,18 +123,18 @@ NO_TUPLE = "backwards must be a tuple of Backward: (Backward(...),)"
         own(NO_TUPLE, backwards=("answer",)),
         own("*entropies*allowed: a set of entropy, log_prob", reads=frozenset({"entropies"})),
         own("reads='entropy'*allowed: a set of entropy, log_prob", reads="entropy"),
-        own("copies must be False, or True, and then*", copies=1.0),
-        own("copies must be False, or True, and then*", copies=True),
+        own("copies=True excludes*", copies=1.0),
+        own("copies=True excludes*", copies=True),
         # What a method returns.
-        rows("coefficients returned (3,), wanted*(3, 7)", lambda x, shard: x.sum(-1)),
-        own("score returned float, wanted a tensor of shape (3,)", score=lambda *_: 1.0),
-        own("combine returned (1, 3, 4), wanted*(3, 4)", combine=lambda self, parts: parts.score_KBL),
-        own("score returned numbers that are not finite", score=lambda *pair: signed(*pair).abs() / 0),
-        own("score returned negative numbers", score=signed),
-        own("combine returned negative*", reads=LOG_PROB, combine=lambda self, parts: parts.log_prob_BL),
-        rows("coefficients returned 0 only*", lambda x, shard: x * 0),
-        own("score returned 0 only*", score=lambda self, gradient, _: gradient.sum(-1) * 0),
-        own("combine returned 0 only*", combine=lambda self, parts: parts.score_KBL[0] * 0),
+        rows("coefficients must return a tensor of shape (3, 7)", lambda x, shard: x.sum(-1)),
+        own("score must return a tensor of shape (3,)", score=lambda *_: 1.0),
+        own("combine must return a tensor of shape (3, 4)", combine=lambda self, parts: parts.score_KBL),
+        own(NOT_VALID, score=lambda *pair: signed(*pair).abs() / 0),
+        own(NOT_VALID, score=signed),
+        own(NOT_VALID, reads=LOG_PROB, combine=lambda self, parts: parts.log_prob_BL),
+        rows(NOT_VALID, lambda x, shard: x * 0),
+        own(NOT_VALID, score=lambda self, gradient, _: gradient.sum(-1) * 0),
+        own(NOT_VALID, combine=lambda self, parts: parts.score_KBL[0] * 0),
         # What it raises, with file and line.
         rows("coefficients failed*(test_check.py, line *)", lambda x, shard: shard.softmax(3)),
         # What a pass does not give: tokens of pooled rows, noise-free logits without noise, entropies of rows that predict
@@ -146,17 +144,23 @@ NO_TUPLE = "backwards must be a tuple of Backward: (Backward(...),)"
         own("coefficients failed*", reads=ENTROPY, coefficients=lambda *given: given[2].entropy_N * given[2].logits_NV),
         own(NOT_READ, reads=LOG_PROB, combine=lambda self, parts: parts.entropy_BL),
         # Rows of the probe have tokens where they are not pooled, and a rank may hold no row of the answer.
-        own("*returned NoneType*", backwards=(Backward(),), coefficients=fails_with_tokens),
-        rows("coefficients failed*amax()*", lambda x, _: x + 0 * x.amax(0)),
+        own("*must return a tensor*", backwards=(Backward(),), coefficients=fails_with_tokens),
+        rows("coefficients * failed*amax()*", lambda x, _: x + 0 * x.amax(0)),
         # Other numbers in a batch than alone, in place or not, or in another shape or type.
-        rows("coefficients returned other*alone*", lambda x, shard: x.softmax(0)),
-        own("score returned other*alone*", score=lambda self, gradient, _: gradient.square().sum(-1) / gradient.norm()),
-        own("score returned other*[[]B, T, H]*", score=lambda *pair: pair[1].abs().sum(-1) * pair[1].dim()),
-        own("combine returned other*alone*", combine=lambda _, parts: parts.score_KBL[0].div_(parts.score_KBL.max())),
+        rows("coefficients of a row alone returned other*", lambda x, shard: x.softmax(0)),
+        own(
+            "score of one row*returned other*",
+            score=lambda self, gradient, _: gradient.square().sum(-1) / gradient.norm(),
+        ),
+        own("score*[[]B, T, H] returned other*", score=lambda *pair: pair[1].abs().sum(-1) * pair[1].dim()),
+        own(
+            "combine of a response alone returned other*",
+            combine=lambda _, parts: parts.score_KBL[0].div_(parts.score_KBL.max()),
+        ),
         own("combine*alone*", combine=lambda self, parts: parts.score_KBL[0] / parts.score_KBL.shape[-1]),
         own("combine failed*max()*", combine=of_every_response_with_reasoning),
-        own("score returned other*bf16*float()*", score=lambda *pair: (1e4 + pair[1].sum(-1) ** 2) - 1e4),
-        own("score failed*Half*", score=lambda self, *pair: torch.einsum("...h,...h->...", *pair).abs()),
+        own("score in half precision*float()) returned other*", score=lambda *pair: (1e4 + pair[1].sum(-1) ** 2) - 1e4),
+        own("score in half*failed*Half*", score=lambda self, *pair: torch.einsum("...h,...h->...", *pair).abs()),
         # Other numbers where processes share the vocabulary.
         rows(DIFFER, lambda x, _: x.softmax(-1)),
         rows(DIFFER, lambda x, shard: x.softmax(-1) * 1e-8),
