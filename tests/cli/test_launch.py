@@ -204,7 +204,7 @@ def test_folders_hubs_and_libraries_reach_every_node_and_secrets_are_kept_apart(
 
 
 def test_each_seed_and_variant_is_a_run_with_a_folder(capsys):
-    words = ["--seeds", "2", "--variant", "oar,grpo", "--name", "tau 0.5", "oar=decision", "algorithm.oar.tau=0.5"]
+    words = ["--seeds", "2", "--variant", "oar,grpo", "--name", "tau 0.5", "oar=published", "algorithm.oar.tau=0.5"]
     assert main(["launch", ONE, *words, "data.shuffle=False", "--dry-run"]) == 0
     said = capsys.readouterr()
     commands = [shlex.split(line) for line in said.out.splitlines()]
@@ -213,7 +213,7 @@ def test_each_seed_and_variant_is_a_run_with_a_folder(capsys):
         assert words[:2] == ["env", "OAR_CHECKPOINTS=/shared/c"]
         assert f"{run}: 1 node with 8 GPUs, checkpoints in /shared/c/oar/{run}. " in said.err
         seeds = [f"{key}={seed}" for key in (*job.SEEDS, *(["algorithm.oar.seed"] if variant == "oar" else []))]
-        given = ["oar=decision", "algorithm.oar.tau=0.5"] if variant == "oar" else []  # a baseline has no tau
+        given = ["oar=published", "algorithm.oar.tau=0.5"] if variant == "oar" else []  # a baseline has no tau
         assert words[words.index("--config-name") + 1 : -1] == [variant, *seeds, *given, "data.shuffle=False"]
     assert [subject for subject, _ in levels(said.err)].count("data") == 1
 
