@@ -498,7 +498,7 @@ def gpu_peaks() -> str:
 
 def one_gpu() -> str:
     """The recipes for one GPU, as `oar plan` projects them."""
-    from oar_plugin.runs.plan.hardware import choose_gpu
+    from oar_plugin.runs.plan.known import choose_gpu
     from oar_plugin.runs.plan.planning import Plan, in_gib
     from oar_plugin.runs.recipe import compose_recipe, find_recipe
 

@@ -113,7 +113,7 @@ def test_shards_of_a_checkpoint_are_merged(model_folder, tmp_path, mesh):
     as_fsdp2_has_it = {name: distribute_tensor(weight, mesh, [Shard(0)]) for name, weight in weights.items()}
     sharded(tmp_path, model_folder, as_fsdp2_has_it)
 
-    merged = AutoModelForCausalLM.from_pretrained(find(str(tmp_path), False, print)).state_dict()
+    merged = AutoModelForCausalLM.from_pretrained(find(str(tmp_path), print)).state_dict()
     assert all(torch.equal(merged[name].float(), weight.bfloat16().float()) for name, weight in weights.items())
 
 
@@ -121,7 +121,7 @@ def test_shards_of_a_checkpoint_are_merged(model_folder, tmp_path, mesh):
 def test_shards_of_a_checkpoint_are_not_unpickled(model_folder, tmp_path):
     sharded(tmp_path, model_folder, {"more": Bomb(tmp_path / "made")})
     with pytest.raises(EvaluationError, match="weights_only"):
-        find(str(tmp_path), False, print)
+        find(str(tmp_path), print)
     assert not (tmp_path / "made").exists()
 
 

@@ -9,8 +9,7 @@ from benchmarks.count.ship import add_counts
 from benchmarks.report import Progress, Report, Table
 from benchmarks.workload import DEFAULT
 from oar_plugin.config import PREFIX
-from oar_plugin.runs.plan.hardware import DRIVER_SECONDS_PER_TOKEN, EXPECTED, GATE_SECONDS_PER_TOKEN, choose_gpu
-from oar_plugin.runs.plan.known import PlanError
+from oar_plugin.runs.plan.known import DRIVER_SECONDS_PER_TOKEN, EXPECTED, GATE_SECONDS_PER_TOKEN, PlanError, choose_gpu
 from oar_plugin.runs.plan.planning import ACTOR, GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE, Plan
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 

@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=listed, default="math500,aime24,amc23,minerva,olympiadbench", metavar="NAME,...", help=sets)
     add("--k", type=positive, default=32, metavar="K", help=f"responses to each problem ({default})")
     add("--baseline", metavar="NAME", help="the line with which the others are compared (default: the first)")
-    add("--best", action="store_true", help="use the checkpoint `best` of a run's folder instead of the last")
     add("--temperature", type=float, default=0.6, metavar="T", help=f"{default}; 0 is greedy, for --k 1")
     add("--top-p", type=share, default=0.95, metavar="P", help=default)
     longest = f"per response ({default}); use the training's data.max_response_length if that is larger"
@@ -87,7 +86,7 @@ def _evaluate(args: argparse.Namespace, methods: dict[str, list[str]], baseline:
     sizes = {each.name: len(each.problems) for each in sets}
     if len(sizes) < len(sets):
         raise EvaluationError(f"--data={','.join(args.data)}: two sets have the same name; rename a file")
-    models = {method: [find(path, args.best, _tell) for path in paths] for method, paths in methods.items()}
+    models = {method: [find(path, _tell) for path in paths] for method, paths in methods.items()}
     sampling = {key: getattr(args, key) for key in ("temperature", "top_p", "max_tokens", "seed")}
 
     results: dict[str, dict[str, list[Metrics]]] = {method: {name: [] for name in sizes} for method in models}

@@ -13,7 +13,7 @@ from oar_plugin.output import did_you_mean, printable, say
 
 COMMANDS = {
     "doctor": "say whether a run would start here, and what to do about what is missing",
-    "recipes": "list the recipes, or copy one to change it",
+    "recipes": "list the recipes, and say how to copy one",
     "data": "make the files that the recipes train on and validate with",
     "plan": "say what a recipe needs before it starts: memory, time, what OAR adds, and whether it fits",
     "launch": "run a recipe: on this machine, on bare nodes, under SLURM or on Kubernetes",

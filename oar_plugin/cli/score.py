@@ -96,7 +96,7 @@ def _read(file: Path) -> Iterator[tuple[str, Text]]:
 
 
 def _load(checkpoint: str) -> tuple[Any, Any]:
-    path = find(checkpoint, False, lambda message: say(f"oar inspect: {message}", sys.stderr))
+    path = find(checkpoint, lambda message: say(f"oar inspect: {message}", sys.stderr))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         dtype = torch.float32 if device == "cpu" else "auto"

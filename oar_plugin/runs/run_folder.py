@@ -22,7 +22,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from oar_plugin.config import LEFT_DEFAULTS, PREFIX
+from oar_plugin.config import GROUPS, LEFT_DEFAULTS, PREFIX, OarConfig
 from oar_plugin.output import say, write_whole
 from oar_plugin.runs.recipe import flat
 
@@ -32,8 +32,9 @@ RECORD, LOCK = "run.yaml", "run.lock"
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
 _IGNORED = yaml.safe_load(Path(__file__).with_name("ignored_keys.yaml").read_text(encoding="utf-8"))
-_LEFT = [(f"{PREFIX}.{key}", default) for key, default in LEFT_DEFAULTS.items()]
-"""Keys that left OAR's settings, with their defaults: what an older version has recorded of a run that did not set them."""
+_OARS = {**{group: {} for group in GROUPS}, **dict(flat(OarConfig().model_dump(mode="json"))), **LEFT_DEFAULTS}
+_DEFAULTS: dict[str, Any] = {PREFIX: {}, **{f"{PREFIX}.{key}": value for key, value in _OARS.items()}}
+"""What a key of OAR's settings is where it is missing: another version recorded the run, and keys leave and are added."""
 _changes_nothing = re.compile("|".join(map(translate, _IGNORED))).match
 _ADVICE = (
     f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to start "
@@ -74,16 +75,27 @@ def check(config: DictConfig, start: str = "") -> bool:
 
     Raise RunRefused if the folder's run had other settings and this one trains. `start` is the value of `OAR_START`.
     """
+    callback = str(config.trainer.get("checkpoint_callback_class"))
+    if callback.startswith("oar_plugin.runs.best_checkpoint"):
+        instead = "leave it out: trainer.max_actor_ckpt_to_keep says how many checkpoints verl keeps"
+        raise RunRefused(f"trainer.checkpoint_callback_class={callback}: left oar_plugin with version 0.4.0; {instead}")
     if only_validates(config):
         return False
-    folder, new = _folder(config), settings_of(config)
+    folder = _folder(config)
     record = record_of(folder)
-    old = record.get("settings", new)
-    differing = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    differing = _differences(record, config)
     if differing and start != "resume":
-        values = [f"  {key}: {json.dumps(old.get(key))} there, {json.dumps(new.get(key))} now" for key in differing]
+        values = [f"  {key}: {json.dumps(old)} there, {json.dumps(new)} now" for key, (old, new) in differing.items()]
         raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *values, _ADVICE]))
-    return bool(config.trainer.resume_mode == "auto" and record == {"state": "finished", "settings": new})
+    return bool(config.trainer.resume_mode == "auto" and record.get("state") == "finished" and not differing)
+
+
+def _differences(record: dict[str, Any], config: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Return key -> recorded and new value where they differ, sorted; nothing if there is no record."""
+    new = settings_of(config)
+    old = record.get("settings", new)
+    both = {key: tuple(of.get(key, _DEFAULTS.get(key)) for of in (old, new)) for key in sorted(old.keys() | new.keys())}
+    return {key: (there, now) for key, (there, now) in both.items() if there != now}
 
 
 def begin(config: DictConfig, start: str = "") -> Path | None:
@@ -94,13 +106,14 @@ def begin(config: DictConfig, start: str = "") -> Path | None:
     """
     if check(config, start):
         return None
-    folder, settings = _folder(config), settings_of(config)
+    folder = _folder(config)
     _lock(folder)
     if only_validates(config):
         return folder
-    if record_of(folder).get("settings", settings) != settings:
+    if _differences(record_of(folder), config):
         (folder / RECORD).rename(free_path(folder / RECORD))
-    write_whole(folder / RECORD, yaml.safe_dump({"state": "unfinished", "settings": settings}, sort_keys=False))
+    record = {"state": "unfinished", "settings": settings_of(config)}
+    write_whole(folder / RECORD, yaml.safe_dump(record, sort_keys=False))
     return folder
 
 
@@ -119,8 +132,7 @@ def record_of(folder: Path) -> dict[str, Any]:
     try:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
         settings = dict(record["settings"]).items()  # an older version has recorded more of them
-        kept = {k: v for k, v in settings if not _changes_nothing(k) and (k, v) not in _LEFT}
-        return {"state": str(record["state"]), "settings": kept}
+        return {"state": str(record["state"]), "settings": {k: v for k, v in settings if not _changes_nothing(k)}}
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from oar_plugin.cli.main import main, make_parser
+from oar_plugin.runs.recipe import find_recipe
 from tests.limits import PROCESS_S
 from tests.page.dumped import HEADER, RESPONSE
 from tests.tracked import ROOT
@@ -22,12 +24,11 @@ AT_ONCE = [  # words, what is said
     ("plan X --gpu-memory 0", "--gpu-memory: 0: must be above 0"),
     ("plan X --gpu-memory nan", "--gpu-memory: nan: must be above 0"),
     ("plan X --scored-share 2", "--scored-share: 2: must be above 0 and at most 1"),
-    ("plan X --response-length -5", "--response-length: -5: must be above 0"),
     ("launch X --seeds 0", "--seeds: 0: at least 1"),
     ("launch X --hosts --dry-run", "--hosts: expected one argument"),
     ("launch X --on ray --hosts a,,b", "--hosts: 'a,,b': a list"),
     ("inspect --steps 1,x DIR", "--steps: invalid"),
-    *((f"{command} X --colour", "--colour") for command in ("plan", "launch", "inspect", "recipes copy Y", "doctor")),
+    *((f"{command} X --colour", "--colour") for command in ("plan", "launch", "inspect", "recipes", "doctor")),
 ]
 
 
@@ -56,7 +57,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     for name, text in (("broken", "data: [1, {\n"), ("list", "- 1\n")):
-        main(["recipes", "copy", RECIPE, name])
+        shutil.copytree(find_recipe(RECIPE), tmp_path / name)
         (tmp_path / name / "recipe.yaml").write_text(text)
     (tmp_path / "dump").mkdir()
     lines = [*DUMP, DUMP[1][:50], '{"a": 1}', "5", "", "[]"]
@@ -71,8 +72,6 @@ def folder(tmp_path, monkeypatch):
     [
         *((f"{command} broken", 2, "recipe.yaml") for command in ("plan", "launch --dry-run")),
         *((f"{command} list", 2, "list/oar.yaml does not compose") for command in ("plan", "launch --dry-run")),
-        (f"recipes copy {RECIPE} file/mine", 2, "oar recipes: file/mine: Not a directory"),
-        (f"recipes copy {RECIPE} dump", 2, "dump exists"),
         ("data aime24 --from rows --out file/data", 1, "Not a directory: 'file"),
         ("inspect dump --out made/at/once.html", 0, "4 of 5 lines skipped"),
         ("inspect dump --out file/page.html", 2, "oar inspect: file"),

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from oar_plugin.cli.recipes import summary
 from oar_plugin.hosts.verl.settings import resolve
-from oar_plugin.runs.plan.hardware import choose_gpu
+from oar_plugin.runs.plan.known import choose_gpu
 from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.recipe import check_config, compose_recipe, flat, gpus_needed
 

@@ -2,14 +2,17 @@
 
 import errno
 import fcntl
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
+from oar_plugin.config import LEFT_DEFAULTS, OarConfig
 from oar_plugin.runs.run_folder import LOCK, RECORD, KeepRun, RunRefused, begin, end, record_of
 
 
@@ -69,6 +72,38 @@ def test_other_settings_are_refused_with_both_values_and_what_to_do(folder):
         "  trainer.total_epochs: 1 there, 3 now",
     ]
     assert all(word in lines[-1] for word in ("--resume", "--name", "OAR_START"))
+
+
+def recorded(folder, **of_oar):
+    """Add keys of `algorithm.oar` to the record, as another version had them."""
+    record = yaml.safe_load((folder / RECORD).read_text())
+    record["settings"] |= {f"algorithm.oar.{key.replace('__', '.')}": value for key, value in of_oar.items()}
+    (folder / RECORD).write_text(yaml.safe_dump(record))
+
+
+@pytest.mark.parametrize("new", [{}, {"tau": None, "amortize": OarConfig().amortize.model_dump()}])
+def test_a_missing_key_of_oar_is_its_default(folder, new):
+    left = {"perturbation__budget": None, "context__template": LEFT_DEFAULTS["context.template"]}
+    recorded(folder, **left, probe=OarConfig().probe, dump__folder="/old", amortize={})
+    run = config(folder, algorithm={"oar": new}, trainer__max_actor_ckpt_to_keep=1)
+    assert begin(run) == folder
+    assert not (folder / "run.1.yaml").exists()
+    recorded(folder, **left)
+    end(folder, "finished")
+    assert begin(run) is None, "finished with the same settings"
+    recorded(folder, perturbation__budget=0.3, probe=None, amortize__share=0.25)
+    with pytest.raises(RunRefused) as refused:
+        begin(run)
+    assert str(refused.value).splitlines()[1:-1] == [
+        f"  algorithm.oar.amortize.share: 0.25 there, {json.dumps(OarConfig().amortize.share)} now",
+        "  algorithm.oar.perturbation.budget: 0.3 there, null now",
+        f"  algorithm.oar.probe: null there, {json.dumps(OarConfig().probe)} now",
+    ]
+
+
+def test_the_callback_that_left_is_named(folder):
+    with pytest.raises(RunRefused, match=r"leave it out: trainer\.max_actor_ckpt_to_keep"):
+        begin(config(folder, trainer__checkpoint_callback_class="oar_plugin.runs.best_checkpoint.KeepBest"))
 
 
 def test_resume_goes_on_with_other_settings_and_keeps_the_old_ones(folder):

@@ -15,11 +15,11 @@ from oar_plugin.runs.hub import WEIGHTS, NotOnHub, cached
 MERGED = "merged"  # folder for merged weights, next to a verl checkpoint's shards
 
 
-def find(text: str, best: bool, say: Callable[[str], None]) -> str:
+def find(text: str, say: Callable[[str], None]) -> str:
     """Return the folder or hub name of the model of a CHECKPOINT, as `oar eval --help` describes it.
 
-    The first call merges a checkpoint's shards, which takes minutes for a large model; `say` gets a message before. With `best`
-    the checkpoint is that in the folder `best`. Raise EvaluationError if there is no model, or if it cannot be merged.
+    The first call merges a checkpoint's shards, which takes minutes for a large model; `say` gets a message before. Raise
+    EvaluationError if there is no model, or if it cannot be merged.
     """
     folder = Path(text).expanduser()
     if not folder.is_dir():
@@ -28,7 +28,7 @@ def find(text: str, best: bool, say: Callable[[str], None]) -> str:
             return text
         except NotOnHub as error:
             raise EvaluationError(f"{text}: neither a folder nor a name on the hub: {error}") from error
-    step = _last_step(folder / "best" if best else folder)
+    step = _last_step(folder)
     actor = (step / "actor" if (step / "actor").is_dir() else step).resolve()
     for ready in (folder.resolve(), actor / "huggingface", actor / "model/huggingface", actor / MERGED):
         if _is_model(ready):

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from oar_plugin.output import cause
 from oar_plugin.runs.hub import HubUnreachable, NotOnHub, cached
-from oar_plugin.runs.plan.hardware import GIB, GPUS, Gpu, choose_gpu
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from oar_plugin.runs.plan.known import Gpu
     from oar_plugin.runs.plan.planning import Plan
 
 Level = Literal["ok", "note", "not checked", "missing"]
@@ -60,8 +60,7 @@ def examine(
 
 def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None, Finding]:
     """Return the plan and the finding about layout and memory; "not checked" if the run's GPUs are unknown (not `seen`)."""
-    from oar_plugin.runs.plan.known import NotPlannedError, PlanError
-    from oar_plugin.runs.plan.planning import Plan
+    from oar_plugin.runs.plan.planning import NotPlannedError, Plan, PlanError
 
     if config.trainer.device == "cpu":
         return None, Finding("memory", "not checked", "the planner supports only GPUs, not trainer.device=cpu")
@@ -85,6 +84,8 @@ def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
     The GPU of this machine has its real memory, and the speed of the planner's GPU with the most similar one.
     """
     import torch
+
+    from oar_plugin.runs.plan.known import GIB, GPUS, choose_gpu
 
     if name or memory_gib or not local or not torch.cuda.device_count():
         return choose_gpu(name or "H100-80", memory_gib)

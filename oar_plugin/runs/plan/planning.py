@@ -13,9 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.credit.regression import COLUMNS, FEATURES
 from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
-from oar_plugin.runs.plan import hardware
-from oar_plugin.runs.plan.hardware import EXPECTED, GIB, GOOD, POOR, SCORED, Efficiency, Gpu
-from oar_plugin.runs.plan.known import KNOWN, NotPlannedError, PlanError, at, counts, load_model
+from oar_plugin.runs.plan import known
+from oar_plugin.runs.plan.known import EXPECTED, GIB, SCORED, Efficiency, Gpu, NotPlannedError, PlanError, at, counts
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GENERATION, LOG_PROB, REFERENCE, UPDATE, SYNC = "generation", "log-probs", "reference", "update", "weight sync"
@@ -29,27 +28,40 @@ Parts = dict[str, float]  # name of a part of memory, or of a phase -> bytes, FL
 class Plan:
     """Projections for a composed configuration. Raise PlanError if it cannot run, NotPlannedError if it is not known.
 
-    `response` is the mean length in tokens (None: a share of the maximum), `scored` the share of responses with an advantage.
+    `scored` is the share of responses with an advantage.
     """
 
-    def __init__(
-        self, config: DictConfig, gpu: Gpu | None = None, response: float | None = None, scored: float = SCORED
-    ) -> None:
+    def __init__(self, config: DictConfig, gpu: Gpu | None = None, scored: float = SCORED) -> None:
         host = config.actor_rollout_ref
-        for key, allowed in KNOWN["planned"].items():
+        for key, allowed in known.KNOWN["planned"].items():
             if (value := OmegaConf.select(host, key)) not in (None, *allowed):
-                only = ", ".join(map(str, allowed))
-                raise NotPlannedError(f"not planned: actor_rollout_ref.{key}={value}; only {only}")
-        self.config, self.actor, self.rollout, self.gpu = config, host.actor, host.rollout, gpu or hardware.choose_gpu()
-        self.model, self.megatron = load_model(host.model.path), host.actor.strategy == "megatron"
+                raise NotPlannedError(
+                    f"not planned: actor_rollout_ref.{key}={value}; only {', '.join(map(str, allowed))}"
+                )
+        self.config, self.actor, self.rollout, self.gpu = config, host.actor, host.rollout, gpu or known.choose_gpu()
+        self.model, self.megatron = known.load_model(host.model.path), host.actor.strategy == "megatron"
         self.group = f"{ACTOR}.{'megatron' if self.megatron else 'fsdp_config'}"
         self.engine = OmegaConf.select(config, self.group)
         self.settings = resolve(config) if switched_on(config) else None  # None for a run without OAR
         self._read_layout()
-        self._read_batch(response or config.data.max_response_length * hardware.MEAN_RESPONSE, scored)
+        self._read_batch(scored)
         self._read_counts()
         self.memory = step_memory(self)  # phase -> part -> bytes on one GPU
-        self._judge()
+        self.range: dict[str, tuple[float, float]] = {}  # phase -> bytes: projected, with fragmentation and workspaces
+        for phase, parts in self.memory.items():
+            more = known.WORKSPACES + known.FRAGMENTATION * parts[TEMPORARY] if TEMPORARY in parts else 0.0
+            self.range[phase] = sum(parts.values()), sum(parts.values()) + more
+        total, (least, most) = self.gpu.memory_gib * GIB, (max(x) for x in zip(*self.range.values(), strict=True))
+        self.headroom = total - most, total - least
+        # Sequences of maximum length that one engine's cache holds; the phase that comes closest to all memory.
+        self.cached = self.cached_tokens / (self.rollout.max_model_len or self.max_length)
+        peak = max(self.range, key=lambda phase: self.range[phase][least <= total])
+        self.fits = least <= total and self.cached >= 1
+        self.verdict = "does not fit" if not self.fits else "fits tightly" if most > total else "fits"
+        cache = "" if self.cached >= 1 else "; vLLM's cache holds less than one sequence"
+        self.margin = f"{in_gib(self.range[peak])} of {self.gpu.memory_gib:g} GiB in {peak}{cache}"
+        smaller = f"a smaller {ACTOR}.ppo_max_token_len_per_gpu"
+        self.advice = f"try {self.group}.optimizer_offload=True, {smaller}, or more trainer.nnodes"
         self.passes = trainer_passes(self)  # phase -> FLOPs of one step, over all GPUs, and what runs
         self.seconds = step_seconds(self, EXPECTED)  # phase -> seconds of one step
         self.oar = sum(self.seconds.get(phase, 0.0) for phase in OAR)
@@ -61,7 +73,9 @@ class Plan:
         self.steps = epochs if trainer.total_training_steps is None else trainer.total_training_steps
         self.validations = math.ceil((self.steps or 0) / trainer.test_freq) if trainer.test_freq > 0 else 0
         self.validations += trainer.val_before_train
-        self.hours = None if self.steps is None else [self._hours(self.steps, e) for e in (EXPECTED, GOOD, POOR)]
+        self.hours = (
+            None if self.steps is None else [self._hours(self.steps, e) for e in (EXPECTED, known.GOOD, known.POOR)]
+        )
 
     def _read_layout(self) -> None:
         """Read the numbers of ranks that split a tensor, the layers, a sequence, experts, one expert, and FSDP's states."""
@@ -91,17 +105,19 @@ class Plan:
                 raise PlanError(f"{what}: must divide the {gpus} GPUs of nnodes x n_gpus_per_node")
         self.dp = self.gpus // ranks
 
-    def _read_batch(self, response: float, scored: float) -> None:
+    def _read_batch(self, scored: float) -> None:
         data = self.config.data
-        self.mean_prompt, self.mean_response = data.max_prompt_length * hardware.MEAN_PROMPT, response
-        self.length, self.max_length = self.mean_prompt + response, data.max_prompt_length + data.max_response_length
+        self.mean_prompt = data.max_prompt_length * known.MEAN_PROMPT
+        self.mean_response = data.max_response_length * known.MEAN_RESPONSE
+        self.length = self.mean_prompt + self.mean_response
+        self.max_length = data.max_prompt_length + data.max_response_length
         self.sequences: int = data.train_batch_size * self.rollout.n
         # algorithm.filter_groups replaces groups without an advantage, assumed in one more round, and scores the whole batch.
         filtered = bool(OmegaConf.select(self.config, "algorithm.filter_groups.enable"))
         self.rounds = [self.sequences, self.sequences * (1 / scored - 1) if filtered else 0.0]
         self.scored_share = 1.0 if filtered else scored
         # Rows that the probe reads, and tokens that get importance.
-        self.answer = 1 if self.settings is not None and self.settings.probe == "last" else hardware.ANSWER
+        self.answer = 1 if self.settings is not None and self.settings.probe == "last" else known.ANSWER
         self.reasoning = max(1.0, self.mean_response - self.answer)
         self.mini_batches = max(1, data.train_batch_size // self.actor.ppo_mini_batch_size)
         # Tokens of a micro-batch on one GPU, which cannot hold more than its rank has in total.
@@ -125,23 +141,6 @@ class Plan:
         heads = max(1, self.model.num_key_value_heads // self.engine_tp)
         self.cache_bytes = 2.0 * self.model.num_hidden_layers * heads * self.model.head_dim * HALF
         self.cached_tokens = engine_memory(self)["KV cache"] / self.cache_bytes
-
-    def _judge(self) -> None:
-        self.range: dict[str, tuple[float, float]] = {}  # phase -> bytes: projected, with fragmentation and workspaces
-        for phase, parts in self.memory.items():
-            more = hardware.WORKSPACES + hardware.FRAGMENTATION * parts[TEMPORARY] if TEMPORARY in parts else 0.0
-            self.range[phase] = sum(parts.values()), sum(parts.values()) + more
-        total, (least, most) = self.gpu.memory_gib * GIB, (max(x) for x in zip(*self.range.values(), strict=True))
-        self.headroom = total - most, total - least
-        # Sequences of maximum length that one engine's cache holds; the phase that comes closest to all memory.
-        self.cached = self.cached_tokens / (self.rollout.max_model_len or self.max_length)
-        peak = max(self.range, key=lambda phase: self.range[phase][least <= total])
-        self.fits = least <= total and self.cached >= 1
-        self.verdict = "does not fit" if not self.fits else "fits tightly" if most > total else "fits"
-        cache = "" if self.cached >= 1 else "; vLLM's cache holds less than one sequence"
-        self.margin = f"{in_gib(self.range[peak])} of {self.gpu.memory_gib:g} GiB in {peak}{cache}"
-        keys = f"{self.group}.optimizer_offload=True, a smaller {ACTOR}.ppo_max_token_len_per_gpu"
-        self.advice = f"try {keys}, or more trainer.nnodes"
 
     def flops_of(self, name: str, length: float, start: float = 0.0) -> float:
         """Return the FLOPs on tokens `start` to `length` of a sequence: of a phase, or the forward of "layers" or "head"."""
@@ -171,18 +170,18 @@ class Plan:
         if self.hours is None:
             return "Hours are unknown: data.train_files has an unknown row count. Set trainer.total_training_steps=N."
         gpus = self.gpus + (self.rollout_gpus if self.dedicated else 0)
-        one, all_ = ([f"{n * h:,.{0 if n * self.hours[0] > 9 else 1}f}" for h in self.hours] for n in (1, gpus))
+        hours, least, most = self.hours
         return (
-            f"The run: {self.steps} steps, {one[0]} hours ({one[1]} to {one[2]}), {all_[0]} GPU-hours on {gpus} GPUs "
-            f"({all_[1]} to {all_[2]}), with {self.validations} validations, without rewards and checkpoints."
+            f"The run: {self.steps} steps, {hours:,.1f} hours ({least:,.1f} to {most:,.1f}), {gpus * hours:,.0f} GPU-hours on "
+            f"{gpus} GPUs, with {self.validations} validations, without rewards and checkpoints."
         )
 
 
 def _rows(files: Any) -> int:
     """Return the number of rows in files of `oar data`; 0 if there is another one."""
     paths = [Path(file) for file in ([files] if isinstance(files, str) else files)]
-    known = [KNOWN["rows"].get(f"{path.parent.name}/{path.stem}", 0) for path in paths]
-    return sum(known) if all(known) else 0
+    rows = [known.KNOWN["rows"].get(f"{path.parent.name}/{path.stem}", 0) for path in paths]
+    return sum(rows) if all(rows) else 0
 
 
 def in_gib(sizes: tuple[float, float], digits: int = 1) -> str:
@@ -196,7 +195,7 @@ def step_memory(p: Plan) -> dict[str, Parts]:
     # Megatron's gradient buffers are where its weights are; FSDP's gradients exist only during the update.
     waiting = updating | ({} if p.megatron and not p.engine.param_offload else {"gradients": 0.0})
     waiting |= {"optimizer": 0.0} if p.engine.optimizer_offload else {}
-    engine, other = engine_memory(p), {"other": hardware.CONTEXT}
+    engine, other = engine_memory(p), {"other": known.CONTEXT}
     phases = {"generation, GPUs of its own": engine | other} if p.dedicated else {}
     if not p.dedicated or p.config.actor_rollout_ref.hybrid_engine:
         phases[GENERATION] = waiting | ({"weights": 0.0} if p.engine.param_offload else {}) | engine | other
@@ -228,7 +227,7 @@ def engine_memory(p: Plan) -> Parts:
     working = (p.rollout.max_num_batched_tokens or 8192) * (4 * p.model.hidden_size + 3 * p.model.inner / p.engine_tp)
     # The sampler holds float32 logits of all sequences, and sorts and normalises them.
     sampling = 3 * 4.0 * p.rollout.max_num_seqs * p.model.vocab_size
-    used = HALF * (p.parameters["base"] / p.engine_tp + working) + sampling + hardware.ENGINE_OVERHEAD
+    used = HALF * (p.parameters["base"] / p.engine_tp + working) + sampling + known.ENGINE_OVERHEAD
     return {"vLLM": used, "KV cache": max(0.0, p.rollout.gpu_memory_utilization * p.gpu.memory_gib * GIB - used)}
 
 
@@ -260,10 +259,8 @@ def temporary(p: Plan, phase: str, tokens: float) -> float:
 
 
 class Pass(NamedTuple):
-    """A phase of the trainer: FLOPs over all GPUs, and the forwards and backwards of a share of the sequences."""
-
-    flops: float
-    share: float = 1.0
+    flops: float  # over all GPUs
+    share: float = 1.0  # of the sequences
     forwards: int = 1
     backwards: int = 0
 
@@ -306,7 +303,7 @@ def step_seconds(p: Plan, efficiency: Efficiency) -> Parts:
             flops = max(1.0, p.reasoning / oar.perturbation.span) * copy + p.flops_of("layers", p.length)
             scored = p.sequences * p.scored_share * (oar.amortize.share or 1.0)
             seconds[COPIES] = max(0.0, scored * flops / rate - hidden)
-        gate = hardware.GATE_SECONDS_PER_TOKEN / p.dp + hardware.DRIVER_SECONDS_PER_TOKEN
+        gate = known.GATE_SECONDS_PER_TOKEN / p.dp + known.DRIVER_SECONDS_PER_TOKEN
         seconds[GATE] = gate * p.sequences * p.config.data.max_response_length
     # Weight sync: every trainer rank gathers the whole model; engines on other GPUs receive it over the network.
     moved, ranks = p.parameters["trained"], p.pp * max(p.tp, p.ep * p.etp) if p.megatron else p.shards

@@ -30,20 +30,19 @@ WEIGHTS = ("config.json", "model.safetensors")
 )
 def test_the_model_of_a_checkpoint_is_found(model, others, tmp_path):
     touch(tmp_path, *others, *(f"{model}/{name}" for name in WEIGHTS))
-    assert find(str(tmp_path), False, print) == str((tmp_path / model).resolve())
+    assert find(str(tmp_path), print) == str((tmp_path / model).resolve())
 
 
-def test_of_a_runs_folder_the_last_complete_checkpoint_is_taken_or_the_best(tmp_path):
-    for step in ("global_step_9", "global_step_10", "global_step_11", "best/global_step_9"):
+def test_of_a_runs_folder_the_last_complete_checkpoint_is_taken(tmp_path):
+    for step in ("global_step_9", "global_step_10", "global_step_11"):
         touch(tmp_path, *(f"{step}/actor/huggingface/{name}" for name in WEIGHTS))
 
-    def found(best=False):
-        return find(str(tmp_path), best, print).removeprefix(f"{tmp_path.resolve()}/").partition("/actor")[0]
+    def found():
+        return find(str(tmp_path), print).removeprefix(f"{tmp_path.resolve()}/").partition("/actor")[0]
 
     assert found() == "global_step_11"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")  # 11 is being written
     assert found() == "global_step_10"
-    assert found(best=True) == "best/global_step_9"
 
 
 @pytest.mark.parametrize("other_is_first", [False, True])
@@ -56,6 +55,6 @@ def test_two_evaluations_may_merge_one_checkpoint(other_is_first, tmp_path, monk
 
     monkeypatch.setattr(checkpoints.subprocess, "run", merge)
     touch(tmp_path / "actor", "fsdp_config.json")
-    assert find(str(tmp_path), False, print) == str(tmp_path / "actor" / "merged")
+    assert find(str(tmp_path), print) == str(tmp_path / "actor" / "merged")
     assert (tmp_path / "actor" / "merged" / "first").exists() == other_is_first
     assert sorted(path.name for path in (tmp_path / "actor").iterdir()) == ["fsdp_config.json", "merged"]

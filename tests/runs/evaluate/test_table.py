@@ -77,7 +77,7 @@ def test_finished_sets_are_not_generated_again_and_other_weights_or_settings_are
     ("words", "status", "said"),
     [
         ("nowhere/at/all", 1, "neither a folder nor a name on the hub"),
-        ("other --best", 1, "other/best: holds no model"),
+        ("other", 1, "other: holds no model"),
         ("a=,base0", 2, "NAME=CHECKPOINT"),
         ("base0 --baseline grpo", 2, "names: base0"),
         ("base0 --temperature 0 --k 4", 2, "--k 1"),

@@ -12,7 +12,7 @@ import pyarrow
 from pyarrow import parquet
 
 from oar_plugin.runs.launch import preflight
-from oar_plugin.runs.plan.hardware import choose_gpu
+from oar_plugin.runs.plan.known import GIB, choose_gpu
 from oar_plugin.runs.recipe import find_recipe
 from tests.recipes.test_recipes import composed
 from tests.runs.plan.conftest import with_overrides
@@ -102,7 +102,7 @@ def test_what_cannot_be_seen_from_here_is_not_refused(ready, changes, where, sub
 
 
 def test_a_local_run_is_planned_for_the_smallest_gpu_of_this_machine(monkeypatch):
-    seen = [SimpleNamespace(total_memory=size * preflight.GIB) for size in (141, 44)]
+    seen = [SimpleNamespace(total_memory=size * GIB) for size in (141, 44)]
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(seen))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: seen[index])
     gpu = preflight.gpu_of_run(None, None, local=True)
