@@ -208,9 +208,9 @@ class TokenCredit:
         if self.predictor is not None:
             packed, device = packed_rows(*rows)[0], next(model.parameters()).device
             predicted = PredictedBatch(self.predictor, request, packed, usable_B, sum_over_ranks, device)
-        how = max_tokens, checkpoint_activations, max_over_ranks, predicted
+        how = max_tokens, checkpoint_activations, max_over_ranks
         with in_eval_mode(model), torch.enable_grad():
-            importance_BT = batch_importance(model, request, *rows, *how)
+            importance_BT = batch_importance(model, request, *rows, *how, predicted)
         self._prediction_B4 = None if predicted is None else predicted.end_step(usable_B)
         return importance_BT[:, before:]
 
