@@ -144,10 +144,8 @@ def importance(
         segments_BL = None if segments is None else torch.as_tensor(segments).cpu()
     else:
         ids_BT = _token_ids("input_ids", input_ids, 2, "must be [B, T], token ids; for one response input_ids[None]")
-        if response_mask is None or attention_mask is None:
-            raise ValueError(
-                "input_ids need a response_mask and an attention_mask [B, T]; or give prompts and responses"
-            )
+        masked = response_mask is not None and attention_mask is not None
+        _check(masked, "input_ids", "need a response_mask and an attention_mask [B, T]; or give prompts and responses")
         given = {"response_mask": response_mask, "attention_mask": attention_mask, "segments": segments}
         # Clones: tensors made in inference mode cannot be saved for a backward.
         masks = {name: torch.as_tensor(value).cpu().clone() for name, value in given.items() if value is not None}

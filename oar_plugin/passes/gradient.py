@@ -68,12 +68,8 @@ class Packed:
 class Layout:
     """Where this rank holds the hidden states, embeddings and logits of a packed micro-batch. Its tensors are on the CPU."""
 
-    local_T: (
-        Tensor  # int64, position of each token in this rank's flattened hidden states; -1 for tokens on other ranks
-    )
-    embedding_T: (
-        Tensor  # the same for embeddings; another one only under Megatron's sequence parallelism, which splits them
-    )
+    local_T: Tensor  # int64, position of each token in this rank's flattened hidden states; -1: on another rank
+    embedding_T: Tensor  # the same for embeddings; only Megatron's sequence parallelism, which splits them, has another
     num_embeddings: int  # number of embeddings on this rank, with padding
     device: torch.device = field(default=torch.device("cpu"))  # of hidden states, embeddings and logits
     vocabulary: VocabularyShard = WHOLE_VOCABULARY  # the columns of the logits on this rank
@@ -181,9 +177,8 @@ class MicroBatchPass:
                 for chosen_N, chunk_NH in zip(*chunks, strict=True):
                     self.scores.hidden_TP[chosen_N] = projected(chunk_NH)
             if reads:
-                read_logits(
-                    project, hidden_NH[count:read], lambda z, at: self._read(self._reasoning.select(at), z.float())
-                )
+                read_N = self._reasoning
+                read_logits(project, hidden_NH[count:read], lambda z, at: self._read(read_N.select(at), z.float()))
             if backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
                     self._noise_free_BV = self._pooled(project, hidden_NH[:count])

@@ -93,8 +93,8 @@ class MaskedCopies:
         idle, importance = max_over_ranks(forwards) - forwards, dict[int, Tensor]()
         for row, (candidate, unit_list) in copies.items():
             importance[row] = importance_of_units(unit_list, self.run(candidate, unit_list), len(wanted[row][1]))
-        for _ in range(idle):
-            self.idle()
+        for _ in range(idle):  # other ranks run more forwards
+            self._forward(nothing.new_zeros(1, 1), torch.zeros(1, dtype=torch.long), None, _projected)
         return importance
 
     def _try_prefix(self, token_T: Tensor, max_over_ranks: Callable[[int], int]) -> None:
@@ -115,9 +115,8 @@ class MaskedCopies:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 fault = f"{type(model).__name__}: its forward with a cache, for masked copies, fails ({error!r})"
-                raise UnsupportedModelError(
-                    f"{fault}; allowed: algorithm.oar.importance={named(copies=False)}"
-                ) from error
+                allowed = f"algorithm.oar.importance={named(copies=False)}"
+                raise UnsupportedModelError(f"{fault}; allowed: {allowed}") from error
             differs = change(behind_NV, whole_NV, rounding(whole_NV))
             if differs:
                 message = "%s: logits behind a cached prefix are wrong: %s; masked copies run whole, which takes longer"
@@ -128,11 +127,6 @@ class MaskedCopies:
     def forwards(self, wanted: Sequence[tuple[Candidate, list[Unit]]]) -> int:
         """Number of forwards that `run` needs for these responses and units."""
         return sum(1 + len(self._groups(candidate, unit_list)) for candidate, unit_list in wanted)
-
-    def idle(self) -> None:
-        """Runs one forward and discards its result, for a rank that must wait for other ranks."""
-        zero_1 = torch.zeros(1, dtype=torch.long)
-        self._forward(zero_1[None].to(next(self.module.parameters()).device), zero_1, None, _projected)
 
     def run(self, candidate: Candidate, unit_list: list[Unit]) -> list[float]:
         """Scores of the units of one response, in order (`oar_plugin.credit.importance.oar_p.divergence`)."""

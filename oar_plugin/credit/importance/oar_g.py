@@ -16,9 +16,7 @@ from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 class OarG(Importance):
     name = "oar_g"
-    help = (
-        "The paper's gradient estimator: KL of the answer under Gaussian noise on the embeddings, gradient times input."
-    )
+    help = "The paper's gradient estimator: KL of the answer under noise on the embeddings, gradient times input."
     backwards = (Backward("probe", noise=True),)
     arbitrary_scale = False
 
