@@ -8,6 +8,7 @@ import pytest
 
 from oar_plugin.cli.score import scored
 from oar_plugin.page import sources
+from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.sources import read
 from tests.page.dumped import CASES, HEADER, RESPONSE, write_dump
 
@@ -30,6 +31,15 @@ def test_a_line_of_a_dump_with_a_value_of_another_type_is_skipped(name, value, t
 def test_a_header_with_a_value_of_another_type_is_refused(name, change, tmp_path):
     with pytest.raises(ValueError, match=f"line 1: no header: {name}: "):
         read([written(tmp_path / "f.jsonl", vars(HEADER) | change, RESPONSE.line())])
+
+
+def test_a_dump_made_with_settings_that_left_still_opens(tmp_path):
+    config = HEADER.config | {"importance": "decision", "perturbation": {"budget": 0.3}, "context": {"truth": None}}
+    header = replace(HEADER, config=config, arbitrary_scale={"decision": True})
+    response = replace(RESPONSE, importance={"decision": RESPONSE.weights})
+    loaded = read([written(tmp_path / "step_1.jsonl", header.line(), response.line())])
+    assert loaded.items == [response]
+    assert "decision" in inspector_page(loaded.items, loaded.header, "run")
 
 
 def test_a_line_that_is_none_costs_nothing_but_itself(tmp_path):
