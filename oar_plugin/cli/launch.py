@@ -60,12 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--resume", action="store_true", help="resume a run that was started with other settings")
     add("--on", default="local", choices=("local", *OPTIONS), help="where to run (default: %(default)s)")
     add("--dry-run", action="store_true", help="print the command, script or manifest; do nothing, need no cluster")
-    add(
-        "--template",
-        type=Path,
-        metavar="FILE",
-        help="changed copy of OAR's template (from `cluster`, beside the recipes)",
-    )
+    add("--template", type=Path, metavar="FILE", help="changed copy of a template in `cluster`, beside the recipes")
     add("--setup", metavar="COMMAND", help="activates python and ray on a node (default: as here; pods: nothing)")
     add("--recipe-on-nodes", type=Path, metavar="DIR", help="the recipe's folder on the nodes (default: as here)")
     add("--no-check", action="store_true", help="start although something is missing")

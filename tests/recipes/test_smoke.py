@@ -41,7 +41,7 @@ NIGHTLY = {
         "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
         "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1",
     ],
-    # Context parallelism in place of tensor parallelism, which the other Megatron recipe covers, and importance for chains.
+    # Context parallelism in place of tensor parallelism, which the other Megatron recipe covers.
     "yi_1_5_34b_megatron": [
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
         "actor_rollout_ref.actor.megatron.context_parallel_size=2",
