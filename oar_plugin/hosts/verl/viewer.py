@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.page.dumps import DUMP_FAILED, Sibling, choose
 from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.record import Header, Response
+from oar_plugin.page.terminal import text_of
 from oar_plugin.passes.request import MEASURES, SHOWN, WEIGHTS
 from oar_plugin.token_credit import CreditedBatch, PaddedBatch, TokenCredit
 
@@ -148,4 +150,9 @@ def _mlflow(logger: Any, step: int, responses: Sequence[Response], header: Heade
     log_text(inspector_page(responses, header, header.run), f"oar/step_{step:06d}.html")
 
 
-DASHBOARDS = {"wandb": _wandb, "mlflow": _mlflow}  # by the name of verl's logger
+def _tensorboard(logger: Any, step: int, responses: Sequence[Response], header: Header) -> None:
+    """A block of code in Markdown, the only form in which TensorBoard keeps hostile text as it is."""
+    logger.writer.add_text("oar/responses", indent(text_of(responses), "    ", lambda line: True), step)
+
+
+DASHBOARDS = {"wandb": _wandb, "tensorboard": _tensorboard, "mlflow": _mlflow}  # by the name of verl's logger
