@@ -75,7 +75,7 @@ class DumpConfig(_Settings):
     """Folder for one file of JSON lines per dumped step, for `oar inspect`; null: no files. A relative path is below
     trainer.default_local_dir. On several nodes: a folder that all nodes see."""
     every: int = Field(10, ge=1)
-    """Number of steps from one dump to the next; step 1 is dumped too. It also counts for what wandb or MLflow get
+    """Number of steps from one dump to the next; step 1 is dumped too. It also counts for what wandb, TensorBoard or MLflow get
     if they log the run: the responses of one group."""
     groups: int = Field(2, ge=1)
     """Number of prompts per dump, each with all its responses; prompts with both right and wrong responses come first."""

@@ -1,8 +1,11 @@
 """One group of responses on the real dashboards, offline, through verl's own loggers, and read back."""
 
+import html
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +15,7 @@ from verl.utils.tracking import Tracking
 
 from oar_plugin.hosts.verl import viewer
 from tests.hosts.test_dump import World
+from tests.page.dumped import HEADER, RESPONSE
 
 SCALARS = {"oar/ess_ratio": 0.5, "critic/score/mean": 0.25}
 
@@ -63,8 +67,8 @@ def test_one_that_fails_is_counted_and_leaves_the_others_alone(tmp_path, monkeyp
         raise ConnectionError("no route")
 
     seen = []
-    monkeypatch.setattr(viewer, "DASHBOARDS", {"wandb": fail, "mlflow": lambda *shown: seen.append(shown)})
-    world, loggers = World(tmp_path), {"wandb": 1, "mlflow": 2, "console": 3}
+    monkeypatch.setattr(viewer, "DASHBOARDS", {"wandb": fail, "tensorboard": lambda *shown: seen.append(shown)})
+    world, loggers = World(tmp_path), {"wandb": 1, "tensorboard": 2, "console": 3}
     with caplog.at_level(logging.WARNING, "oar_plugin"):
         metrics = [world.show(step, loggers) for step in (1, 2, 3)]
     assert [one["oar/dashboard_failed"] for one in metrics] == [1, 0, 1]
@@ -74,3 +78,23 @@ def test_one_that_fails_is_counted_and_leaves_the_others_alone(tmp_path, monkeyp
     assert [(logger, step, [row.uid for row in rows]) for logger, step, rows, _ in seen] == [
         (2, step, ["a_0_0", "a_1_0"]) for step in (1, 3)
     ]
+
+
+def test_hostile_text_stays_text_in_tensorboard():
+    """As its own text plugin renders it: one block of code, with nothing in it."""
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    hostile = ["    4\n\n", "**no** ", "</code></pre><script>x()</script>", "[a](javascript:x)\n"]
+    hostile += ["\u202e\x00", "# `b` &lt;\n<p>\n"]
+    rows = {"tokens": hostile, "token_ids": [*range(6)], "weights": [1.5, 0.5] * 3, "segments": [1] * 6}
+    rows |= {"importance": {}, "log_probs": None, "entropies": None}
+    response, texts = replace(RESPONSE, **rows, prompt="<b>4 + *3*\n```", truth="<i>7", uid="\n<h1>"), []
+    writer = SimpleNamespace(add_text=lambda name, text, step: texts.append(text))
+    viewer.DASHBOARDS["tensorboard"](SimpleNamespace(writer=writer), 1, [response], HEADER)
+    assert all(line.startswith("    ") for line in texts[0].splitlines())
+    rendered = markdown_to_safe_html(texts[0])
+    assert set(re.findall(r"</?\w+", rendered)) == {"<pre", "<code", "</code", "</pre"}
+    said = (
+        "[[    4\n\n]]**no** [[</code></pre><script>x()</script>]][a](javascript:x)\n[[\\u202e\\x00]]# `b` &lt;\n<p>\n"
+    )
+    assert [text for text in ("<b>4 + *3*\n```", "truth <i>7", said) if text not in html.unescape(rendered)] == []
