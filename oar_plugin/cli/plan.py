@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         text = ", ".join(f"{part} {size:.1f}" for size, part in parts if size > 0.05)
         gib, seconds = in_gib(plan.range[phase]) if parts else "", plan.seconds.get(phase, 0.0)
         shown.add_row(phase, gib, f"{seconds:.1f}", f"{seconds / plan.step:.1%}", text)
-    shares = ", ".join(f"{name} {value:.0%}" for name, value in list(EXPECTED._asdict().items())[:4])
+    shares = ", ".join(f"{name} {value:.0%}" for name, value in list(vars(EXPECTED).items())[:4])
     out = console(highlight=False)
     out.print(shown)
     out.print(

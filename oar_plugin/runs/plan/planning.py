@@ -7,14 +7,15 @@ Memory is that of one GPU, in bytes, for a full micro-batch of sequences of the 
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.credit.regression import COLUMNS, FEATURES
 from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
 from oar_plugin.runs.plan import known
-from oar_plugin.runs.plan.known import EXPECTED, GIB, SCORED, Efficiency, Gpu, NotPlannedError, PlanError, at, counts
+from oar_plugin.runs.plan.known import EXPECTED, GIB, SCORED, Gpu, NotPlannedError, PlanError, at, counts
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GENERATION, LOG_PROB, REFERENCE, UPDATE, SYNC = "generation", "log-probs", "reference", "update", "weight sync"
@@ -35,9 +36,8 @@ class Plan:
         host = config.actor_rollout_ref
         for key, allowed in known.KNOWN["planned"].items():
             if (value := OmegaConf.select(host, key)) not in (None, *allowed):
-                raise NotPlannedError(
-                    f"not planned: actor_rollout_ref.{key}={value}; only {', '.join(map(str, allowed))}"
-                )
+                only = ", ".join(map(str, allowed))
+                raise NotPlannedError(f"not planned: actor_rollout_ref.{key}={value}; only {only}")
         self.config, self.actor, self.rollout, self.gpu = config, host.actor, host.rollout, gpu or known.choose_gpu()
         self.model, self.megatron = known.load_model(host.model.path), host.actor.strategy == "megatron"
         self.group = f"{ACTOR}.{'megatron' if self.megatron else 'fsdp_config'}"
@@ -62,7 +62,7 @@ class Plan:
         self.margin = f"{in_gib(self.range[peak])} of {self.gpu.memory_gib:g} GiB in {peak}{cache}"
         smaller = f"a smaller {ACTOR}.ppo_max_token_len_per_gpu"
         self.advice = f"try {self.group}.optimizer_offload=True, {smaller}, or more trainer.nnodes"
-        self.passes = trainer_passes(self)  # phase -> FLOPs of one step, over all GPUs, and what runs
+        self.passes = trainer_passes(self)
         self.seconds = step_seconds(self, EXPECTED)  # phase -> seconds of one step
         self.oar = sum(self.seconds.get(phase, 0.0) for phase in OAR)
         self.step = self._step(self.seconds)
@@ -73,9 +73,7 @@ class Plan:
         self.steps = epochs if trainer.total_training_steps is None else trainer.total_training_steps
         self.validations = math.ceil((self.steps or 0) / trainer.test_freq) if trainer.test_freq > 0 else 0
         self.validations += trainer.val_before_train
-        self.hours = (
-            None if self.steps is None else [self._hours(self.steps, e) for e in (EXPECTED, known.GOOD, known.POOR)]
-        )
+        self.hours = None if self.steps is None else [self._hours(e) for e in (EXPECTED, known.GOOD, known.POOR)]
 
     def _read_layout(self) -> None:
         """Read the numbers of ranks that split a tensor, the layers, a sequence, experts, one expert, and FSDP's states."""
@@ -121,11 +119,10 @@ class Plan:
         self.reasoning = max(1.0, self.mean_response - self.answer)
         self.mini_batches = max(1, data.train_batch_size // self.actor.ppo_mini_batch_size)
         # Tokens of a micro-batch on one GPU, which cannot hold more than its rank has in total.
-        all_, some = (
-            math.ceil(self.sequences / n / self.dp) * self.max_length / self.cp for n in (1, self.mini_batches)
-        )
-        self.micro_batch = {LOG_PROB: min(self.rollout.log_prob_max_token_len_per_gpu, all_)}
-        self.micro_batch[UPDATE] = min(self.actor.ppo_max_token_len_per_gpu, some)
+        limits = {LOG_PROB: (self.rollout.log_prob_max_token_len_per_gpu, self.dp)}
+        limits[UPDATE] = self.actor.ppo_max_token_len_per_gpu, self.dp * self.mini_batches
+        total = {phase: math.ceil(self.sequences / parts) * self.max_length for phase, (_, parts) in limits.items()}
+        self.micro_batch = {phase: min(limit, total[phase] / self.cp) for phase, (limit, _) in limits.items()}
 
     def _read_counts(self) -> None:
         model = self.config.actor_rollout_ref.model
@@ -160,9 +157,9 @@ class Plan:
         training = sum(seconds.values()) - seconds[GENERATION]
         return max(seconds[GENERATION], training) if self.dedicated else seconds[GENERATION] + training
 
-    def _hours(self, steps: int, efficiency: Efficiency) -> float:
+    def _hours(self, efficiency: SimpleNamespace) -> float:
         validation = generation_seconds(self, efficiency, _rows(self.config.data.val_files) * self.rollout.val_kwargs.n)
-        return (steps * self._step(step_seconds(self, efficiency)) + self.validations * validation) / 3600
+        return (self.steps * self._step(step_seconds(self, efficiency)) + self.validations * validation) / 3600
 
     @property
     def summary(self) -> str:
@@ -258,20 +255,13 @@ def temporary(p: Plan, phase: str, tokens: float) -> float:
     return (kept + max(entry * (1 + trained) + logits, going_back)) * tokens
 
 
-class Pass(NamedTuple):
-    flops: float  # over all GPUs
-    share: float = 1.0  # of the sequences
-    forwards: int = 1
-    backwards: int = 0
-
-
-def trainer_passes(p: Plan) -> dict[str, Pass]:
-    """Return phase -> pass. That of importance counts only the part that runs, besides log-probs."""
+def trainer_passes(p: Plan) -> dict[str, tuple[float, float, int, int]]:
+    """Return phase -> FLOPs over all GPUs, passes over the batch, forwards, backwards; of importance only what it adds."""
     passed, layers, epochs = p.flops_of(LOG_PROB, p.length), p.flops_of("layers", p.length), p.actor.ppo_epochs
-    passes = {LOG_PROB: Pass(p.sequences * passed)}
+    passes = {LOG_PROB: (p.sequences * passed, 1.0, 1, 0)}
     if p.actor.use_kl_loss or p.config.algorithm.use_kl_in_reward:
         passes[REFERENCE] = passes[LOG_PROB]
-    passes[UPDATE] = Pass(p.sequences * epochs * p.flops_of(UPDATE, p.length), epochs, 1, 1)
+    passes[UPDATE] = p.sequences * epochs * p.flops_of(UPDATE, p.length), epochs, 1, 1
     if (oar := p.settings) is None:
         return passes
     # For router replay verl records routes in a forward without a backward.
@@ -285,11 +275,11 @@ def trainer_passes(p: Plan) -> dict[str, Pass]:
     if share := oar.amortize.share:  # each token is projected; of those with computed importance come sums of products
         added = share * added + 2 * p.reasoning * (p.model.hidden_size * COLUMNS + share * FEATURES**2)
     if added:
-        passes[IMPORTANCE] = Pass(p.sequences * p.scored_share * added, p.scored_share, forwards, oar.backwards)
+        passes[IMPORTANCE] = p.sequences * p.scored_share * added, p.scored_share, forwards, oar.backwards
     return passes
 
 
-def step_seconds(p: Plan, efficiency: Efficiency) -> Parts:
+def step_seconds(p: Plan, efficiency: SimpleNamespace) -> Parts:
     """Return phase -> seconds of one step."""
     seconds = {GENERATION: sum(generation_seconds(p, efficiency, sequences) for sequences in p.rounds)}
     seconds |= {phase: pass_seconds(p, efficiency, phase) for phase in p.passes}
@@ -312,13 +302,13 @@ def step_seconds(p: Plan, efficiency: Efficiency) -> Parts:
     return seconds
 
 
-def link_seconds(p: Plan, efficiency: Efficiency, sent: float, group: int) -> float:
+def link_seconds(p: Plan, efficiency: SimpleNamespace, sent: float, group: int) -> float:
     """Return the seconds to send so many bytes: at link speed if the group fits one node, else at network speed."""
     speed = p.gpu.link if group <= p.config.trainer.n_gpus_per_node else p.gpu.network
     return sent / (speed * 1e9 * efficiency.link)
 
 
-def pass_seconds(p: Plan, efficiency: Efficiency, phase: str) -> float:
+def pass_seconds(p: Plan, efficiency: SimpleNamespace, phase: str) -> float:
     """Return the seconds of a pass. In an all-gather or reduce-scatter over n ranks, a rank sends (1 - 1/n) of a tensor."""
     m, trains, (flops, share, forwards, backwards) = p.model, phase == UPDATE, p.passes[phase]
     tokens, steps = p.sequences * p.length * share / p.dp / p.cp, p.mini_batches * p.actor.ppo_epochs if trains else 1
@@ -331,7 +321,7 @@ def pass_seconds(p: Plan, efficiency: Efficiency, phase: str) -> float:
         # The optimizer reduces gradients (float32) and gathers weights. Tensor parallelism sends the residual stream four times
         # per layer and pass: a gather and a scatter each for attention and MLP.
         unshared = states(p)["gradients"] / 4 - states(p)["optimizer"] / 12
-        overlapped, group = steps * (4 + p.weight) * unshared if trains else 0.0, max(p.tp, p.ep * p.etp)
+        hidden, group = steps * (4 + p.weight) * unshared if trains else 0.0, max(p.tp, p.ep * p.etp)
         waited = (2 if m.num_experts else 4) * m.hidden_size * (1 - 1 / p.tp)
         # Tokens go to their experts and back; the ranks of a split expert gather them.
         waited += 2 * m.num_experts_per_tok * m.hidden_size / p.tp * (p.etp - 1 / p.ep)
@@ -339,18 +329,16 @@ def pass_seconds(p: Plan, efficiency: Efficiency, phase: str) -> float:
         sent = p.counted_memory("sent", size)
         plain, scored, update = (sent.get(phase, 0.0) for phase in (LOG_PROB, "importance", UPDATE))
         gathered = update if trains else forwards * plain + backwards * (scored - plain)
-        overlapped, group = count * gathered * (1 - 1 / p.shards), p.cp
+        hidden, group = count * gathered * (1 - 1 / p.shards), p.cp
         # Ulysses exchanges queries, keys, values and outputs around attention.
         waited = (2 * m.num_attention_heads + 2 * max(m.num_key_value_heads, p.cp)) * m.head_dim * (1 - 1 / p.cp)
     passes = forwards + backwards * (2 if p.recompute else 1) + (0.5 if p.megatron and trains and p.tp > 1 else 0.0)
     waited *= passes * m.num_hidden_layers / p.pp * HALF * tokens
     # Communication of FSDP and of the optimizer overlaps with arithmetic.
-    return max(arithmetic, link_seconds(p, efficiency, overlapped, p.shards)) + link_seconds(
-        p, efficiency, waited, group
-    )
+    return max(arithmetic, link_seconds(p, efficiency, hidden, p.shards)) + link_seconds(p, efficiency, waited, group)
 
 
-def generation_seconds(p: Plan, efficiency: Efficiency, sequences: float) -> float:
+def generation_seconds(p: Plan, efficiency: SimpleNamespace, sequences: float) -> float:
     """Return the seconds until the longest of `sequences` responses is done.
 
     Each decoding step reads the weights once, and the cache of every running sequence (arXiv 2211.05102, section 2.1). The
