@@ -163,9 +163,8 @@ def _contradicts(part: Any) -> bool:
     from math_verify import verify
     from sympy import Eq
 
-    pairs = (
-        [] if isinstance(part, str) else [eq.args for eq in part.atoms(Eq) if all(side.is_number for side in eq.args)]
-    )
+    equations = set() if isinstance(part, str) else part.atoms(Eq)
+    pairs = [one.args for one in equations if all(side.is_number for side in one.args)]
     return not all(verify(*pair, 2, timeout_seconds=None) for pair in pairs)
 
 

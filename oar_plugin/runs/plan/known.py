@@ -1,4 +1,4 @@
-"""What the planner knows and assumes: models and rows (`known.yaml`), counts of a step (`counts.json`), GPUs (`gpus.json`)."""
+"""What the planner knows and assumes (`known.yaml`), counts of a step (`counts.json`), GPUs (`gpus.json`)."""
 
 import hashlib
 import json
@@ -46,15 +46,7 @@ GPUS = {key: Gpu(*of) for key, of in json.loads(Path(__file__).with_name("gpus.j
 
 _columns = zip(*KNOWN["efficiency"].values(), strict=True)
 EXPECTED, GOOD, POOR = (SimpleNamespace(**dict(zip(KNOWN["efficiency"], one, strict=True))) for one in _columns)
-MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25  # mean lengths as shares of the maximum lengths
-SCORED = 0.5  # share of the responses whose advantage is not zero; only those get importance
-ANSWER = 8  # tokens per answer
-# Per response token, with padding, on one core (AMD EPYC; benchmarks/results/driver.md): the gate on each actor rank's CPU, and
-# the multiplication by verl's driver.
-GATE_SECONDS_PER_TOKEN, DRIVER_SECONDS_PER_TOKEN = 7.8e-8, 1.5e-9
-CONTEXT = ENGINE_OVERHEAD = 1.0 * GIB  # CUDA contexts and NCCL buffers; CUDA graphs and workspaces inside vLLM's share
-# What a trainer's phase may need besides: workspaces of libraries, and fragmentation, as a share of the temporary tensors.
-WORKSPACES, FRAGMENTATION = 1.0 * GIB, 0.15
+ASSUMED = SimpleNamespace(**KNOWN["assumed"])
 
 
 def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from oar_plugin.credit.regression import COLUMNS, FEATURES
 from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
 from oar_plugin.runs.plan import known
-from oar_plugin.runs.plan.known import EXPECTED, GIB, SCORED, Gpu, NotPlannedError, PlanError, at, counts
+from oar_plugin.runs.plan.known import ASSUMED, EXPECTED, GIB, Gpu, NotPlannedError, PlanError, at, counts
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GENERATION, LOG_PROB, REFERENCE, UPDATE, SYNC = "generation", "log-probs", "reference", "update", "weight sync"
@@ -27,12 +27,9 @@ Parts = dict[str, float]  # name of a part of memory, or of a phase -> bytes, FL
 
 
 class Plan:
-    """Projections for a composed configuration. Raise PlanError if it cannot run, NotPlannedError if it is not known.
+    """Projections for a configuration, with that share of responses `scored`. PlanError: it cannot run, or is not known."""
 
-    `scored` is the share of responses with an advantage.
-    """
-
-    def __init__(self, config: DictConfig, gpu: Gpu | None = None, scored: float = SCORED) -> None:
+    def __init__(self, config: DictConfig, gpu: Gpu | None = None, scored: float = ASSUMED.scored) -> None:
         host = config.actor_rollout_ref
         for key, allowed in known.KNOWN["planned"].items():
             if (value := OmegaConf.select(host, key)) not in (None, *allowed):
@@ -49,8 +46,8 @@ class Plan:
         self.memory = step_memory(self)  # phase -> part -> bytes on one GPU
         self.range: dict[str, tuple[float, float]] = {}  # phase -> bytes: projected, with fragmentation and workspaces
         for phase, parts in self.memory.items():
-            more = known.WORKSPACES + known.FRAGMENTATION * parts[TEMPORARY] if TEMPORARY in parts else 0.0
-            self.range[phase] = sum(parts.values()), sum(parts.values()) + more
+            size, lost = sum(parts.values()), ASSUMED.fragmentation * parts.get(TEMPORARY, 0.0)
+            self.range[phase] = size, size + lost + (ASSUMED.workspaces_gib * GIB if TEMPORARY in parts else 0.0)
         total, (least, most) = self.gpu.memory_gib * GIB, (max(x) for x in zip(*self.range.values(), strict=True))
         self.headroom = total - most, total - least
         # Sequences of maximum length that one engine's cache holds; the phase that comes closest to all memory.
@@ -93,20 +90,19 @@ class Plan:
         self.dedicated, self.engine_tp = trainer_of(self.config) == "separate_async", rollout.tensor_model_parallel_size
         self.rollout_gpus: int = rollout.nnodes * rollout.n_gpus_per_node if self.dedicated else self.gpus
         ranks = self.tp * self.pp * self.cp
-        sizes = {
-            f"{self.group}: tensor {self.tp} x pipeline {self.pp} x context {self.cp} = {ranks}": (self.gpus, ranks),
-            f"{self.group}: pipeline {self.pp} x expert {self.ep}": (self.gpus, self.pp * self.ep * self.etp),
-            f"{ROLLOUT}.tensor_model_parallel_size={self.engine_tp}": (self.rollout_gpus, self.engine_tp),
-        }
-        for what, (gpus, size) in sizes.items():
+        for what, gpus, size in (
+            (f"{self.group}: tensor {self.tp} x pipeline {self.pp} x context {self.cp} = {ranks}", self.gpus, ranks),
+            (f"{self.group}: pipeline {self.pp} x expert {self.ep}", self.gpus, self.pp * self.ep * self.etp),
+            (f"{ROLLOUT}.tensor_model_parallel_size={self.engine_tp}", self.rollout_gpus, self.engine_tp),
+        ):
             if gpus % size:
                 raise PlanError(f"{what}: must divide the {gpus} GPUs of nnodes x n_gpus_per_node")
         self.dp = self.gpus // ranks
 
     def _read_batch(self, scored: float) -> None:
         data = self.config.data
-        self.mean_prompt = data.max_prompt_length * known.MEAN_PROMPT
-        self.mean_response = data.max_response_length * known.MEAN_RESPONSE
+        self.mean_prompt = data.max_prompt_length * ASSUMED.mean_prompt
+        self.mean_response = data.max_response_length * ASSUMED.mean_response
         self.length = self.mean_prompt + self.mean_response
         self.max_length = data.max_prompt_length + data.max_response_length
         self.sequences: int = data.train_batch_size * self.rollout.n
@@ -115,7 +111,7 @@ class Plan:
         self.rounds = [self.sequences, self.sequences * (1 / scored - 1) if filtered else 0.0]
         self.scored_share = 1.0 if filtered else scored
         # Rows that the probe reads, and tokens that get importance.
-        self.answer = 1 if self.settings is not None and self.settings.probe == "last" else known.ANSWER
+        self.answer = 1 if self.settings is not None and self.settings.probe == "last" else ASSUMED.answer
         self.reasoning = max(1.0, self.mean_response - self.answer)
         self.mini_batches = max(1, data.train_batch_size // self.actor.ppo_mini_batch_size)
         # Tokens of a micro-batch on one GPU, which cannot hold more than its rank has in total.
@@ -168,10 +164,8 @@ class Plan:
             return "Hours are unknown: data.train_files has an unknown row count. Set trainer.total_training_steps=N."
         gpus = self.gpus + (self.rollout_gpus if self.dedicated else 0)
         hours, least, most = self.hours
-        return (
-            f"The run: {self.steps} steps, {hours:,.1f} hours ({least:,.1f} to {most:,.1f}), {gpus * hours:,.0f} GPU-hours on "
-            f"{gpus} GPUs, with {self.validations} validations, without rewards and checkpoints."
-        )
+        time = f"{hours:,.1f} hours ({least:,.1f} to {most:,.1f}), {gpus * hours:,.0f} GPU-hours on {gpus} GPUs"
+        return f"The run: {self.steps} steps, {time}, with {self.validations} validations, without rewards and checkpoints."
 
 
 def _rows(files: Any) -> int:
@@ -192,7 +186,7 @@ def step_memory(p: Plan) -> dict[str, Parts]:
     # Megatron's gradient buffers are where its weights are; FSDP's gradients exist only during the update.
     waiting = updating | ({} if p.megatron and not p.engine.param_offload else {"gradients": 0.0})
     waiting |= {"optimizer": 0.0} if p.engine.optimizer_offload else {}
-    engine, other = engine_memory(p), {"other": known.CONTEXT}
+    engine, other = engine_memory(p), {"other": ASSUMED.context_gib * GIB}
     phases = {"generation, GPUs of its own": engine | other} if p.dedicated else {}
     if not p.dedicated or p.config.actor_rollout_ref.hybrid_engine:
         phases[GENERATION] = waiting | ({"weights": 0.0} if p.engine.param_offload else {}) | engine | other
@@ -224,7 +218,7 @@ def engine_memory(p: Plan) -> Parts:
     working = (p.rollout.max_num_batched_tokens or 8192) * (4 * p.model.hidden_size + 3 * p.model.inner / p.engine_tp)
     # The sampler holds float32 logits of all sequences, and sorts and normalises them.
     sampling = 3 * 4.0 * p.rollout.max_num_seqs * p.model.vocab_size
-    used = HALF * (p.parameters["base"] / p.engine_tp + working) + sampling + known.ENGINE_OVERHEAD
+    used = HALF * (p.parameters["base"] / p.engine_tp + working) + sampling + ASSUMED.engine_gib * GIB
     return {"vLLM": used, "KV cache": max(0.0, p.rollout.gpu_memory_utilization * p.gpu.memory_gib * GIB - used)}
 
 
@@ -293,7 +287,7 @@ def step_seconds(p: Plan, efficiency: SimpleNamespace) -> Parts:
             flops = max(1.0, p.reasoning / oar.perturbation.span) * copy + p.flops_of("layers", p.length)
             scored = p.sequences * p.scored_share * (oar.amortize.share or 1.0)
             seconds[COPIES] = max(0.0, scored * flops / rate - hidden)
-        gate = known.GATE_SECONDS_PER_TOKEN / p.dp + known.DRIVER_SECONDS_PER_TOKEN
+        gate = ASSUMED.gate_s / p.dp + ASSUMED.driver_s
         seconds[GATE] = gate * p.sequences * p.config.data.max_response_length
     # Weight sync: every trainer rank gathers the whole model; engines on other GPUs receive it over the network.
     moved, ranks = p.parameters["trained"], p.pp * max(p.tp, p.ep * p.etp) if p.megatron else p.shards
