@@ -67,7 +67,7 @@ class Plan:
         # The run, validations included: hours as expected, at least, at most. None: unknown.
         trainer, rows = config.trainer, _rows(config.data.train_files)
         epochs = rows // config.data.train_batch_size * trainer.total_epochs if rows else None
-        self.steps = epochs if trainer.total_training_steps is None else trainer.total_training_steps
+        self.steps: Any = epochs if trainer.total_training_steps is None else trainer.total_training_steps
         self.validations = math.ceil((self.steps or 0) / trainer.test_freq) if trainer.test_freq > 0 else 0
         self.validations += trainer.val_before_train
         self.hours = None if self.steps is None else [self._hours(e) for e in (EXPECTED, known.GOOD, known.POOR)]
