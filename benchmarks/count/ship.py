@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -10,7 +9,7 @@ from omegaconf import DictConfig
 from benchmarks.count.fake_step import count
 from benchmarks.count.shapes import Memory, Work
 from oar_plugin.runs.plan import known
-from oar_plugin.runs.plan.known import COUNTS, NotCountedError, name_of
+from oar_plugin.runs.plan.known import COUNTS, NotCountedError
 from oar_plugin.runs.plan.planning import Plan
 from oar_plugin.runs.recipe import compose_recipe, find_recipe, recipe_names
 
@@ -24,9 +23,10 @@ def add_counts(config: DictConfig) -> None:
         try:
             Plan(config)
         except NotCountedError as error:
-            shape = {"Work": Work, "Memory": Memory}[error.kind](**error.shape)
+            kind, values, name = error.args
+            shape = {"Work": Work, "Memory": Memory}[kind](**values)
             print(shape)
-            COUNTS[name_of(type(shape).__name__, asdict(shape))] = count(shape)
+            COUNTS[name] = count(shape)
         else:
             return
 

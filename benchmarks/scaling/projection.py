@@ -9,7 +9,7 @@ from benchmarks.count.ship import add_counts
 from benchmarks.report import Progress, Report, Table
 from benchmarks.workload import DEFAULT
 from oar_plugin.config import PREFIX
-from oar_plugin.runs.plan.known import DRIVER_SECONDS_PER_TOKEN, EXPECTED, GATE_SECONDS_PER_TOKEN, PlanError, choose_gpu
+from oar_plugin.runs.plan.known import ASSUMED, EXPECTED, PlanError, choose_gpu
 from oar_plugin.runs.plan.planning import ACTOR, GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE, Plan
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
@@ -33,8 +33,8 @@ NOTES = (
     "efficiencies. Trust the ratios more than the seconds, and measure on your cluster before you rely on either.",
     "weak: the batch grows with the GPUs, from the recipe's own, beyond what anybody trains with. strong: the recipe's batch.",
     "The measured part is what `python -m benchmarks scaling` measures: log-probs and update. The gate is "
-    f"{GATE_SECONDS_PER_TOKEN * 1e9:.0f} ns a token on one core, divided by the data-parallel ranks, which weigh their own "
-    f"responses, and {DRIVER_SECONDS_PER_TOKEN * 1e9:.0f} ns a token for verl's driver, which multiplies (both were measured: "
+    f"{ASSUMED.gate_s * 1e9:.0f} ns a token on one core, divided by the data-parallel ranks, which weigh their own "
+    f"responses, and {ASSUMED.driver_s * 1e9:.0f} ns a token for verl's driver, which multiplies (both were measured: "
     "`driver.md`).",
     "The planner counts bandwidth of links, not their latency: a few seconds on hundreds of GPUs are too few, for both.",
     f"Assumed: responses half as long as allowed, half of them scored; of the datasheet {EXPECTED.training:.0%} of the "

@@ -1,7 +1,6 @@
 """`oar data` makes the files that recipes use for training and validation."""
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -31,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0, or 1 if a package or a data set is missing. The message says what to do."""
-    if importlib.util.find_spec("datasets") is None:
-        return missing_package("data", "datasets")
     try:
         for name in dict.fromkeys(args.names):
             for split in SOURCES[name].splits:
                 say(f"{args.out / name / split}.parquet: {prepare(name, split, args.out, args.local)}")
+    except ModuleNotFoundError as error:
+        return missing_package("data", error.name)
     except (DataError, OSError) as error:
         say(f"oar data: {error}", sys.stderr)
         return 1

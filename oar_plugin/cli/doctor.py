@@ -129,9 +129,7 @@ def look_at_gpus() -> tuple[int, bool, str]:
     return 0, asked == "cpu" or not (asked or for_gpus), f"torch {torch.__version__} sees none"
 
 
-def read_recipe(
-    recipe: Path | None, overrides: Sequence[str], gpus: int, on_cpu: bool
-) -> tuple[set[str], list[Finding]]:
+def read_recipe(recipe: Path | None, overrides: list[str], gpus: int, on_cpu: bool) -> tuple[set[str], list[Finding]]:
     """What a recipe needs, or a run with verl's default trainer, and the findings of `oar launch` for the recipe."""
     from omegaconf import DictConfig, OmegaConf
 
@@ -159,9 +157,8 @@ def needs_of(
 ) -> set[str]:
     """The packages, and the features of `capabilities`, that a run needs; by default one with verl's defaults."""
     needed = {"torch", "ray", "transformers", "datasets", "verl", trainer, strategy.rstrip("2")}  # fsdp2: `fsdp`
-    needed |= ({"vllm"} if engine == "vllm" else set()) | (
-        {"TransferQueue"} if trainer in capabilities.TRAINERS else set()
-    )
+    needed |= {"TransferQueue"} if trainer in capabilities.TRAINERS else set()
+    needed |= {"vllm"} if engine == "vllm" else set()
     if strategy == "megatron":
         return needed | {"megatron-core", bridge} | (set() if on_cpu else {"transformer-engine"})
     # If `kernels` is installed, transformers downloads a kernel in place of this package.

@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("words", nargs="+", metavar="SOURCE | key=value", help="see above")
     text = f"training steps to show (default: the newest, up to {TOKENS:,} tokens)"
     add("--steps", type=_steps, metavar="N,...", help=text)
-    text = "the page (default: inspect.html in the folder or beside the file)"
-    add("--out", type=Path, metavar="FILE", help=text)
+    add("--out", type=Path, metavar="FILE", help="the page (default: inspect.html in the folder or beside the file)")
     add("--format", choices=("html", "text"), default="html", help="default: %(default)s")
     add("--open", action="store_true", help="open the page in a browser")
     add("--model", metavar="NAME", help="folder in HuggingFace's format, checkpoint of verl, or name on the hub")

@@ -5,7 +5,7 @@ import sys
 
 from oar_plugin.cli.arguments import COMPOSING, missing_package, number, share
 from oar_plugin.output import say
-from oar_plugin.runs.plan.known import EXPECTED, GIB, GPUS, SCORED, choose_gpu
+from oar_plugin.runs.plan.known import ASSUMED, EXPECTED, GIB, GPUS, choose_gpu
 
 _HELP = f"""\
 Plan a recipe before it starts: memory of a GPU by phase, seconds that OAR adds, hours of the run, and whether it fits. Reads
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variant", default="oar", choices=("oar", "grpo"), help=default)
     add("--gpu", default="H100-80", help=f"{', '.join(GPUS)}; {default}")
     add("--gpu-memory", type=number, metavar="GIB", help="GPU memory as CUDA reports it (default: that of the GPU)")
-    add("--scored-share", type=share, default=SCORED, help=f"share of responses with an advantage ({default})")
+    add("--scored-share", type=share, default=ASSUMED.scored, help=f"share of responses with an advantage ({default})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         text = ", ".join(f"{part} {size:.1f}" for size, part in parts if size > 0.05)
         gib, seconds = in_gib(plan.range[phase]) if parts else "", plan.seconds.get(phase, 0.0)
         shown.add_row(phase, gib, f"{seconds:.1f}", f"{seconds / plan.step:.1%}", text)
-    shares = ", ".join(f"{name} {value:.0%}" for name, value in list(EXPECTED._asdict().items())[:4])
+    shares = ", ".join(f"{name} {value:.0%}" for name, value in list(vars(EXPECTED).items())[:4])
     out = console(highlight=False)
     out.print(shown)
     out.print(

@@ -53,8 +53,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
     """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
 
-    verl is imported, which takes seconds, only for config groups of its other plugins. Raise RecipeError for a recipe that does
-    not exist or compose, for a key that verl does not know, and for a value that is none of its key.
+    verl is imported, which takes seconds, only for config groups of its other plugins.
     """
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException

@@ -158,9 +158,8 @@ def _lock(folder: Path) -> None:
 
 
 def free_path(path: Path) -> Path:
-    """Return `path` if it does not exist, else `folder.N` or `file.N.suffix` with the smallest free number."""
-    stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
-    numbered = (path.with_name(f"{stem}.{number}{suffix}") for number in itertools.count(1))
+    """Return `path` if there is no such file, else `file.N.suffix` with the smallest free number."""
+    numbered = (path.with_stem(f"{path.stem}.{number}") for number in itertools.count(1))
     return next(candidate for candidate in itertools.chain([path], numbered) if not candidate.exists())
 
 

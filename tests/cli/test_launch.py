@@ -230,7 +230,7 @@ def test_a_folder_of_a_run_with_other_settings_is_refused_or_resumed(tmp_path, e
 
 
 def test_a_run_that_fails_is_reported_and_the_next_one_starts(child, capfd):
-    (done,) = job.plan_runs(recipe.find_recipe(ONE), ["oar"], [2])
+    (done,) = job.plan_runs(recipe.find_recipe(ONE), ["oar"], [2], [])
     run_folder.begin(done.config)
     run_folder.end(done.folder, "finished")
     child("print(name); sys.exit(3 if name.endswith('s1') else 0)")

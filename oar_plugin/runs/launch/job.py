@@ -55,13 +55,10 @@ class Run(NamedTuple):
         return short if len(short) <= LONGEST_JOB else f"{short[: LONGEST_JOB - 7].rstrip('-')}-{mark}"
 
 
-def plan_runs(
-    recipe: Path, variants: Sequence[str], seeds: Sequence[int | None], overrides: Sequence[str] = ()
-) -> list[Run]:
+def plan_runs(recipe: Path, variants: list[str], seeds: Sequence[int | None], overrides: Sequence[str]) -> list[Run]:
     """Return one run for every combination of variant and seed. A seed of None is the recipe's own.
 
-    If there are several variants, GRPO's runs do not get the overrides of OAR's keys. Raise RecipeError if a run cannot be
-    composed, or if two of them have the same folder.
+    Of several variants, GRPO's does not get overrides of OAR's keys. RecipeError: two runs have one folder, or one is wrong.
     """
     runs: dict[Path, Run] = {}
     for variant, seed in itertools.product(variants, seeds):

@@ -94,11 +94,9 @@ def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
 
 
 def _examine_data(config: DictConfig) -> Finding:
-    from omegaconf import OmegaConf
-
     columns = (str(config.data.prompt_key), "data_source", "reward_model")  # that verl and the reward read
     # Each key has one string or a list of strings.
-    given = [OmegaConf.select(config, key) or () for key in ("data.train_files", "data.val_files")]
+    given = [config.data.get(key) or () for key in ("train_files", "val_files")]
     files = [str(file) for value in given for file in ([value] if isinstance(value, str) else value)]
     if faults := [f"{file} {fault}" for file in files if (fault := _fault_of(file, columns))]:
         advice = "`oar data` makes the recipes' files; OAR_DATA names the folder that holds them (default: ~/data/oar)"

@@ -1,1 +1,0 @@
-"""Math problems: their data sets, and the comparison of answers."""

@@ -1,9 +1,8 @@
-"""What the planner knows and assumes: models and rows (`known.yaml`), counts of a step (`counts.json`), GPUs (`gpus.json`)."""
+"""What the planner knows and assumes (`known.yaml`), counts of a step (`counts.json`), GPUs (`gpus.json`)."""
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,12 +23,11 @@ class NotPlannedError(PlanError):
 
 
 class NotCountedError(NotPlannedError):
-    """No counts of a `shape` are shipped; `kind` is "Work" or "Memory", which `benchmarks/count/shapes.py` defines."""
+    """No counts are shipped. Its `args`: "Work" or "Memory" (`benchmarks/count/shapes.py`), the shape, its name."""
 
-    def __init__(self, kind: str, shape: Mapping[str, Any]) -> None:
+    def __str__(self) -> str:
         advice = "`python -m benchmarks count --recipe RECIPE key=value ...` in a checkout adds them"
-        super().__init__(f"the package has no counts of this model with these micro-batches; {advice}")
-        self.kind, self.shape = kind, shape
+        return f"the package has no counts of this model with these micro-batches; {advice}"
 
 
 class Gpu(NamedTuple):
@@ -46,29 +44,9 @@ class Gpu(NamedTuple):
 GPUS = {key: Gpu(*of) for key, of in json.loads(Path(__file__).with_name("gpus.json").read_text("utf-8")).items()}
 
 
-class Efficiency(NamedTuple):
-    """Shares of the datasheet's peak figures that a run reaches; assumed, based on reports of large runs."""
-
-    training: float  # share of peak FLOPs, with recomputation; A100s: 40-55 % (arXiv 2104.04473, 2205.05198)
-    inference: float  # share of peak FLOPs in forwards without a backward, including prefill
-    decoding: float  # share of the memory bandwidth
-    link: float  # share of the bandwidth within a node and between nodes
-    decode_overhead_s: float  # per decoding step, besides reads and arithmetic: launches, sampling, scheduling
-    all_reduce_s: float  # latency of one all-reduce; tensor parallelism has two per layer and decoding step
-
-
-EXPECTED = Efficiency(0.40, 0.50, 0.60, 0.70, 2e-3, 1.5e-5)
-# The bounds of the projected hours: an untuned run, and a very good one.
-POOR, GOOD = Efficiency(0.25, 0.30, 0.35, 0.40, 6e-3, 3e-5), Efficiency(0.55, 0.65, 0.75, 0.85, 1e-3, 1e-5)
-MEAN_RESPONSE, MEAN_PROMPT = 0.5, 0.25  # mean lengths as shares of the maximum lengths
-SCORED = 0.5  # share of the responses whose advantage is not zero; only those get importance
-ANSWER = 8  # tokens per answer
-# Per response token, with padding, on one core (AMD EPYC; benchmarks/results/driver.md): the gate on each actor rank's CPU, and
-# the multiplication by verl's driver.
-GATE_SECONDS_PER_TOKEN, DRIVER_SECONDS_PER_TOKEN = 7.8e-8, 1.5e-9
-CONTEXT = ENGINE_OVERHEAD = 1.0 * GIB  # CUDA contexts and NCCL buffers; CUDA graphs and workspaces inside vLLM's share
-# What a trainer's phase may need besides: workspaces of libraries, and fragmentation, as a share of the temporary tensors.
-WORKSPACES, FRAGMENTATION = 1.0 * GIB, 0.15
+_columns = zip(*KNOWN["efficiency"].values(), strict=True)
+EXPECTED, GOOD, POOR = (SimpleNamespace(**dict(zip(KNOWN["efficiency"], one, strict=True))) for one in _columns)
+ASSUMED = SimpleNamespace(**KNOWN["assumed"])
 
 
 def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
@@ -81,8 +59,9 @@ def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
 
 def counts(kind: str, shape: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return section -> name -> coefficients, the arguments of `at`. Raise NotCountedError if none are shipped."""
-    if (name := name_of(kind, shape)) not in COUNTS:
-        raise NotCountedError(kind, shape)
+    name = hashlib.sha256(f"{kind} {json.dumps(shape, sort_keys=True)}".encode()).hexdigest()[:16]
+    if name not in COUNTS:
+        raise NotCountedError(kind, shape, name)
     return COUNTS[name]
 
 
@@ -91,12 +70,6 @@ def at(powers: Sequence[Sequence[float]], layers: int, length: float = 0.0) -> f
     return sum((a + b * layers) * length**power for power, (a, b) in enumerate(zip(*powers, strict=True)))
 
 
-def name_of(kind: str, shape: Mapping[str, Any]) -> str:
-    """Return the name of a shape's counts in `counts.json`."""
-    return hashlib.sha256(f"{kind} {json.dumps(shape, sort_keys=True)}".encode()).hexdigest()[:16]
-
-
-@cache
 def load_model(name: str) -> SimpleNamespace:
     """Return the sizes of a known model, as its config.json names them, and `dimensions`, of which counts depend."""
     words = name.rstrip("/").split("/")[-1].removeprefix("Meta-").split("-")

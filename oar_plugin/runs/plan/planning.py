@@ -7,14 +7,15 @@ Memory is that of one GPU, in bytes, for a full micro-batch of sequences of the 
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.credit.regression import COLUMNS, FEATURES
 from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
 from oar_plugin.runs.plan import known
-from oar_plugin.runs.plan.known import EXPECTED, GIB, SCORED, Efficiency, Gpu, NotPlannedError, PlanError, at, counts
+from oar_plugin.runs.plan.known import ASSUMED, EXPECTED, GIB, Gpu, NotPlannedError, PlanError, at, counts
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GENERATION, LOG_PROB, REFERENCE, UPDATE, SYNC = "generation", "log-probs", "reference", "update", "weight sync"
@@ -26,18 +27,14 @@ Parts = dict[str, float]  # name of a part of memory, or of a phase -> bytes, FL
 
 
 class Plan:
-    """Projections for a composed configuration. Raise PlanError if it cannot run, NotPlannedError if it is not known.
+    """Projections for a configuration, with that share of responses `scored`. PlanError: it cannot run, or is not known."""
 
-    `scored` is the share of responses with an advantage.
-    """
-
-    def __init__(self, config: DictConfig, gpu: Gpu | None = None, scored: float = SCORED) -> None:
+    def __init__(self, config: DictConfig, gpu: Gpu | None = None, scored: float = ASSUMED.scored) -> None:
         host = config.actor_rollout_ref
         for key, allowed in known.KNOWN["planned"].items():
             if (value := OmegaConf.select(host, key)) not in (None, *allowed):
-                raise NotPlannedError(
-                    f"not planned: actor_rollout_ref.{key}={value}; only {', '.join(map(str, allowed))}"
-                )
+                only = ", ".join(map(str, allowed))
+                raise NotPlannedError(f"not planned: actor_rollout_ref.{key}={value}; only {only}")
         self.config, self.actor, self.rollout, self.gpu = config, host.actor, host.rollout, gpu or known.choose_gpu()
         self.model, self.megatron = known.load_model(host.model.path), host.actor.strategy == "megatron"
         self.group = f"{ACTOR}.{'megatron' if self.megatron else 'fsdp_config'}"
@@ -49,8 +46,8 @@ class Plan:
         self.memory = step_memory(self)  # phase -> part -> bytes on one GPU
         self.range: dict[str, tuple[float, float]] = {}  # phase -> bytes: projected, with fragmentation and workspaces
         for phase, parts in self.memory.items():
-            more = known.WORKSPACES + known.FRAGMENTATION * parts[TEMPORARY] if TEMPORARY in parts else 0.0
-            self.range[phase] = sum(parts.values()), sum(parts.values()) + more
+            size, lost = sum(parts.values()), ASSUMED.fragmentation * parts.get(TEMPORARY, 0.0)
+            self.range[phase] = size, size + lost + (ASSUMED.workspaces_gib * GIB if TEMPORARY in parts else 0.0)
         total, (least, most) = self.gpu.memory_gib * GIB, (max(x) for x in zip(*self.range.values(), strict=True))
         self.headroom = total - most, total - least
         # Sequences of maximum length that one engine's cache holds; the phase that comes closest to all memory.
@@ -62,7 +59,7 @@ class Plan:
         self.margin = f"{in_gib(self.range[peak])} of {self.gpu.memory_gib:g} GiB in {peak}{cache}"
         smaller = f"a smaller {ACTOR}.ppo_max_token_len_per_gpu"
         self.advice = f"try {self.group}.optimizer_offload=True, {smaller}, or more trainer.nnodes"
-        self.passes = trainer_passes(self)  # phase -> FLOPs of one step, over all GPUs, and what runs
+        self.passes = trainer_passes(self)
         self.seconds = step_seconds(self, EXPECTED)  # phase -> seconds of one step
         self.oar = sum(self.seconds.get(phase, 0.0) for phase in OAR)
         self.step = self._step(self.seconds)
@@ -70,12 +67,10 @@ class Plan:
         # The run, validations included: hours as expected, at least, at most. None: unknown.
         trainer, rows = config.trainer, _rows(config.data.train_files)
         epochs = rows // config.data.train_batch_size * trainer.total_epochs if rows else None
-        self.steps = epochs if trainer.total_training_steps is None else trainer.total_training_steps
+        self.steps: Any = epochs if trainer.total_training_steps is None else trainer.total_training_steps
         self.validations = math.ceil((self.steps or 0) / trainer.test_freq) if trainer.test_freq > 0 else 0
         self.validations += trainer.val_before_train
-        self.hours = (
-            None if self.steps is None else [self._hours(self.steps, e) for e in (EXPECTED, known.GOOD, known.POOR)]
-        )
+        self.hours = None if self.steps is None else [self._hours(e) for e in (EXPECTED, known.GOOD, known.POOR)]
 
     def _read_layout(self) -> None:
         """Read the numbers of ranks that split a tensor, the layers, a sequence, experts, one expert, and FSDP's states."""
@@ -95,20 +90,19 @@ class Plan:
         self.dedicated, self.engine_tp = trainer_of(self.config) == "separate_async", rollout.tensor_model_parallel_size
         self.rollout_gpus: int = rollout.nnodes * rollout.n_gpus_per_node if self.dedicated else self.gpus
         ranks = self.tp * self.pp * self.cp
-        sizes = {
-            f"{self.group}: tensor {self.tp} x pipeline {self.pp} x context {self.cp} = {ranks}": (self.gpus, ranks),
-            f"{self.group}: pipeline {self.pp} x expert {self.ep}": (self.gpus, self.pp * self.ep * self.etp),
-            f"{ROLLOUT}.tensor_model_parallel_size={self.engine_tp}": (self.rollout_gpus, self.engine_tp),
-        }
-        for what, (gpus, size) in sizes.items():
+        for what, gpus, size in (
+            (f"{self.group}: tensor {self.tp} x pipeline {self.pp} x context {self.cp} = {ranks}", self.gpus, ranks),
+            (f"{self.group}: pipeline {self.pp} x expert {self.ep}", self.gpus, self.pp * self.ep * self.etp),
+            (f"{ROLLOUT}.tensor_model_parallel_size={self.engine_tp}", self.rollout_gpus, self.engine_tp),
+        ):
             if gpus % size:
                 raise PlanError(f"{what}: must divide the {gpus} GPUs of nnodes x n_gpus_per_node")
         self.dp = self.gpus // ranks
 
     def _read_batch(self, scored: float) -> None:
         data = self.config.data
-        self.mean_prompt = data.max_prompt_length * known.MEAN_PROMPT
-        self.mean_response = data.max_response_length * known.MEAN_RESPONSE
+        self.mean_prompt = data.max_prompt_length * ASSUMED.mean_prompt
+        self.mean_response = data.max_response_length * ASSUMED.mean_response
         self.length = self.mean_prompt + self.mean_response
         self.max_length = data.max_prompt_length + data.max_response_length
         self.sequences: int = data.train_batch_size * self.rollout.n
@@ -117,15 +111,14 @@ class Plan:
         self.rounds = [self.sequences, self.sequences * (1 / scored - 1) if filtered else 0.0]
         self.scored_share = 1.0 if filtered else scored
         # Rows that the probe reads, and tokens that get importance.
-        self.answer = 1 if self.settings is not None and self.settings.probe == "last" else known.ANSWER
+        self.answer = 1 if self.settings is not None and self.settings.probe == "last" else ASSUMED.answer
         self.reasoning = max(1.0, self.mean_response - self.answer)
         self.mini_batches = max(1, data.train_batch_size // self.actor.ppo_mini_batch_size)
         # Tokens of a micro-batch on one GPU, which cannot hold more than its rank has in total.
-        all_, some = (
-            math.ceil(self.sequences / n / self.dp) * self.max_length / self.cp for n in (1, self.mini_batches)
-        )
-        self.micro_batch = {LOG_PROB: min(self.rollout.log_prob_max_token_len_per_gpu, all_)}
-        self.micro_batch[UPDATE] = min(self.actor.ppo_max_token_len_per_gpu, some)
+        limits = {LOG_PROB: (self.rollout.log_prob_max_token_len_per_gpu, self.dp)}
+        limits[UPDATE] = self.actor.ppo_max_token_len_per_gpu, self.dp * self.mini_batches
+        total = {phase: math.ceil(self.sequences / parts) * self.max_length for phase, (_, parts) in limits.items()}
+        self.micro_batch = {phase: min(limit, total[phase] / self.cp) for phase, (limit, _) in limits.items()}
 
     def _read_counts(self) -> None:
         model = self.config.actor_rollout_ref.model
@@ -160,9 +153,9 @@ class Plan:
         training = sum(seconds.values()) - seconds[GENERATION]
         return max(seconds[GENERATION], training) if self.dedicated else seconds[GENERATION] + training
 
-    def _hours(self, steps: int, efficiency: Efficiency) -> float:
+    def _hours(self, efficiency: SimpleNamespace) -> float:
         validation = generation_seconds(self, efficiency, _rows(self.config.data.val_files) * self.rollout.val_kwargs.n)
-        return (steps * self._step(step_seconds(self, efficiency)) + self.validations * validation) / 3600
+        return (self.steps * self._step(step_seconds(self, efficiency)) + self.validations * validation) / 3600
 
     @property
     def summary(self) -> str:
@@ -171,10 +164,8 @@ class Plan:
             return "Hours are unknown: data.train_files has an unknown row count. Set trainer.total_training_steps=N."
         gpus = self.gpus + (self.rollout_gpus if self.dedicated else 0)
         hours, least, most = self.hours
-        return (
-            f"The run: {self.steps} steps, {hours:,.1f} hours ({least:,.1f} to {most:,.1f}), {gpus * hours:,.0f} GPU-hours on "
-            f"{gpus} GPUs, with {self.validations} validations, without rewards and checkpoints."
-        )
+        time = f"{hours:,.1f} hours ({least:,.1f} to {most:,.1f}), {gpus * hours:,.0f} GPU-hours on {gpus} GPUs"
+        return f"The run: {self.steps} steps, {time}, with {self.validations} validations, without rewards and checkpoints."
 
 
 def _rows(files: Any) -> int:
@@ -195,7 +186,7 @@ def step_memory(p: Plan) -> dict[str, Parts]:
     # Megatron's gradient buffers are where its weights are; FSDP's gradients exist only during the update.
     waiting = updating | ({} if p.megatron and not p.engine.param_offload else {"gradients": 0.0})
     waiting |= {"optimizer": 0.0} if p.engine.optimizer_offload else {}
-    engine, other = engine_memory(p), {"other": known.CONTEXT}
+    engine, other = engine_memory(p), {"other": ASSUMED.context_gib * GIB}
     phases = {"generation, GPUs of its own": engine | other} if p.dedicated else {}
     if not p.dedicated or p.config.actor_rollout_ref.hybrid_engine:
         phases[GENERATION] = waiting | ({"weights": 0.0} if p.engine.param_offload else {}) | engine | other
@@ -227,7 +218,7 @@ def engine_memory(p: Plan) -> Parts:
     working = (p.rollout.max_num_batched_tokens or 8192) * (4 * p.model.hidden_size + 3 * p.model.inner / p.engine_tp)
     # The sampler holds float32 logits of all sequences, and sorts and normalises them.
     sampling = 3 * 4.0 * p.rollout.max_num_seqs * p.model.vocab_size
-    used = HALF * (p.parameters["base"] / p.engine_tp + working) + sampling + known.ENGINE_OVERHEAD
+    used = HALF * (p.parameters["base"] / p.engine_tp + working) + sampling + ASSUMED.engine_gib * GIB
     return {"vLLM": used, "KV cache": max(0.0, p.rollout.gpu_memory_utilization * p.gpu.memory_gib * GIB - used)}
 
 
@@ -258,20 +249,13 @@ def temporary(p: Plan, phase: str, tokens: float) -> float:
     return (kept + max(entry * (1 + trained) + logits, going_back)) * tokens
 
 
-class Pass(NamedTuple):
-    flops: float  # over all GPUs
-    share: float = 1.0  # of the sequences
-    forwards: int = 1
-    backwards: int = 0
-
-
-def trainer_passes(p: Plan) -> dict[str, Pass]:
-    """Return phase -> pass. That of importance counts only the part that runs, besides log-probs."""
+def trainer_passes(p: Plan) -> dict[str, tuple[float, float, int, int]]:
+    """Return phase -> FLOPs over all GPUs, passes over the batch, forwards, backwards; of importance only what it adds."""
     passed, layers, epochs = p.flops_of(LOG_PROB, p.length), p.flops_of("layers", p.length), p.actor.ppo_epochs
-    passes = {LOG_PROB: Pass(p.sequences * passed)}
+    passes = {LOG_PROB: (p.sequences * passed, 1.0, 1, 0)}
     if p.actor.use_kl_loss or p.config.algorithm.use_kl_in_reward:
         passes[REFERENCE] = passes[LOG_PROB]
-    passes[UPDATE] = Pass(p.sequences * epochs * p.flops_of(UPDATE, p.length), epochs, 1, 1)
+    passes[UPDATE] = p.sequences * epochs * p.flops_of(UPDATE, p.length), epochs, 1, 1
     if (oar := p.settings) is None:
         return passes
     # For router replay verl records routes in a forward without a backward.
@@ -285,11 +269,11 @@ def trainer_passes(p: Plan) -> dict[str, Pass]:
     if share := oar.amortize.share:  # each token is projected; of those with computed importance come sums of products
         added = share * added + 2 * p.reasoning * (p.model.hidden_size * COLUMNS + share * FEATURES**2)
     if added:
-        passes[IMPORTANCE] = Pass(p.sequences * p.scored_share * added, p.scored_share, forwards, oar.backwards)
+        passes[IMPORTANCE] = p.sequences * p.scored_share * added, p.scored_share, forwards, oar.backwards
     return passes
 
 
-def step_seconds(p: Plan, efficiency: Efficiency) -> Parts:
+def step_seconds(p: Plan, efficiency: SimpleNamespace) -> Parts:
     """Return phase -> seconds of one step."""
     seconds = {GENERATION: sum(generation_seconds(p, efficiency, sequences) for sequences in p.rounds)}
     seconds |= {phase: pass_seconds(p, efficiency, phase) for phase in p.passes}
@@ -303,7 +287,7 @@ def step_seconds(p: Plan, efficiency: Efficiency) -> Parts:
             flops = max(1.0, p.reasoning / oar.perturbation.span) * copy + p.flops_of("layers", p.length)
             scored = p.sequences * p.scored_share * (oar.amortize.share or 1.0)
             seconds[COPIES] = max(0.0, scored * flops / rate - hidden)
-        gate = known.GATE_SECONDS_PER_TOKEN / p.dp + known.DRIVER_SECONDS_PER_TOKEN
+        gate = ASSUMED.gate_s / p.dp + ASSUMED.driver_s
         seconds[GATE] = gate * p.sequences * p.config.data.max_response_length
     # Weight sync: every trainer rank gathers the whole model; engines on other GPUs receive it over the network.
     moved, ranks = p.parameters["trained"], p.pp * max(p.tp, p.ep * p.etp) if p.megatron else p.shards
@@ -312,13 +296,13 @@ def step_seconds(p: Plan, efficiency: Efficiency) -> Parts:
     return seconds
 
 
-def link_seconds(p: Plan, efficiency: Efficiency, sent: float, group: int) -> float:
+def link_seconds(p: Plan, efficiency: SimpleNamespace, sent: float, group: int) -> float:
     """Return the seconds to send so many bytes: at link speed if the group fits one node, else at network speed."""
     speed = p.gpu.link if group <= p.config.trainer.n_gpus_per_node else p.gpu.network
     return sent / (speed * 1e9 * efficiency.link)
 
 
-def pass_seconds(p: Plan, efficiency: Efficiency, phase: str) -> float:
+def pass_seconds(p: Plan, efficiency: SimpleNamespace, phase: str) -> float:
     """Return the seconds of a pass. In an all-gather or reduce-scatter over n ranks, a rank sends (1 - 1/n) of a tensor."""
     m, trains, (flops, share, forwards, backwards) = p.model, phase == UPDATE, p.passes[phase]
     tokens, steps = p.sequences * p.length * share / p.dp / p.cp, p.mini_batches * p.actor.ppo_epochs if trains else 1
@@ -331,7 +315,7 @@ def pass_seconds(p: Plan, efficiency: Efficiency, phase: str) -> float:
         # The optimizer reduces gradients (float32) and gathers weights. Tensor parallelism sends the residual stream four times
         # per layer and pass: a gather and a scatter each for attention and MLP.
         unshared = states(p)["gradients"] / 4 - states(p)["optimizer"] / 12
-        overlapped, group = steps * (4 + p.weight) * unshared if trains else 0.0, max(p.tp, p.ep * p.etp)
+        hidden, group = steps * (4 + p.weight) * unshared if trains else 0.0, max(p.tp, p.ep * p.etp)
         waited = (2 if m.num_experts else 4) * m.hidden_size * (1 - 1 / p.tp)
         # Tokens go to their experts and back; the ranks of a split expert gather them.
         waited += 2 * m.num_experts_per_tok * m.hidden_size / p.tp * (p.etp - 1 / p.ep)
@@ -339,18 +323,16 @@ def pass_seconds(p: Plan, efficiency: Efficiency, phase: str) -> float:
         sent = p.counted_memory("sent", size)
         plain, scored, update = (sent.get(phase, 0.0) for phase in (LOG_PROB, "importance", UPDATE))
         gathered = update if trains else forwards * plain + backwards * (scored - plain)
-        overlapped, group = count * gathered * (1 - 1 / p.shards), p.cp
+        hidden, group = count * gathered * (1 - 1 / p.shards), p.cp
         # Ulysses exchanges queries, keys, values and outputs around attention.
         waited = (2 * m.num_attention_heads + 2 * max(m.num_key_value_heads, p.cp)) * m.head_dim * (1 - 1 / p.cp)
     passes = forwards + backwards * (2 if p.recompute else 1) + (0.5 if p.megatron and trains and p.tp > 1 else 0.0)
     waited *= passes * m.num_hidden_layers / p.pp * HALF * tokens
     # Communication of FSDP and of the optimizer overlaps with arithmetic.
-    return max(arithmetic, link_seconds(p, efficiency, overlapped, p.shards)) + link_seconds(
-        p, efficiency, waited, group
-    )
+    return max(arithmetic, link_seconds(p, efficiency, hidden, p.shards)) + link_seconds(p, efficiency, waited, group)
 
 
-def generation_seconds(p: Plan, efficiency: Efficiency, sequences: float) -> float:
+def generation_seconds(p: Plan, efficiency: SimpleNamespace, sequences: float) -> float:
     """Return the seconds until the longest of `sequences` responses is done.
 
     Each decoding step reads the weights once, and the cache of every running sequence (arXiv 2211.05102, section 2.1). The

@@ -81,7 +81,7 @@ def test_grpo_takes_what_oar_takes_without_the_oar(config):
 def test_a_backward_from_the_reasoning_projects_it_and_a_second_backward_takes_a_forward(config):
     s = Plan(config)
     two = Plan(changed(config, "oar.importance=python:benchmarks.candidates.learning:Onward"))  # also from the answer
-    more = two.passes[IMPORTANCE].flops - 2 * s.passes[IMPORTANCE].flops
+    more = two.passes[IMPORTANCE][0] - 2 * s.passes[IMPORTANCE][0]
     reasoning = s.mean_response - 8
     forward = s.flops_of("layers", s.length) + 2 * s.flops_of("head", reasoning - 8)
     assert more == pytest.approx(s.sequences * s.scored_share * forward)
