@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=[])
     add = parser.add_argument
     add("words", nargs="+", metavar="SOURCE | key=value", help="see above")
-    text = f"training steps to show (default: the newest, up to {TOKENS:,} tokens)"
-    add("--steps", type=_steps, metavar="N,...", help=text)
+    add("--steps", type=_steps, metavar="N,...", help=f"training steps (default: the newest, up to {TOKENS:,} tokens)")
     add("--out", type=Path, metavar="FILE", help="the page (default: inspect.html in the folder or beside the file)")
     add("--format", choices=("html", "text"), default="html", help="default: %(default)s")
     add("--open", action="store_true", help="open the page in a browser")

@@ -209,17 +209,15 @@ def _certainty(pattern: str, text: str, span: AnswerSpan) -> int:
     """How sure a match is an answer. 2: box, tag or user's own; 1: announced; 0: announced, but only words; -1: it is none."""
     if pattern not in _NAMED:
         return 2
-    content = text[span.start : span.end]
-    boxes = () if pattern == "boxed" else _boxed(content)  # a box in a box is a match of its own, which starts later
-    answered = any(not _PLACEHOLDER.fullmatch(content, one.start, one.end) for one in boxes)
-    if _PLACEHOLDER.fullmatch(content) or (r"\boxed" in content and not answered):
+    words = text[span.start : span.end]
+    boxes = () if pattern == "boxed" else _boxed(words)  # a box in a box is a match of its own, which starts later
+    answered = any(not _PLACEHOLDER.fullmatch(words, one.start, one.end) for one in boxes)
+    if _PLACEHOLDER.fullmatch(words) or (r"\boxed" in words and not answered):
         return -1
-    heading = _HEADING.match(content) if pattern == "hash" else None
-    if heading and (
-        heading[1] or (_FOLLOWED.match(text, span.end) and not _MATHEMATICS.search(content, heading.end()))
-    ):
+    heading = _HEADING.match(words) if pattern == "hash" else None
+    if heading and (heading[1] or (_FOLLOWED.match(text, span.end) and not _MATHEMATICS.search(words, heading.end()))):
         return -1
-    return 2 if pattern in ("boxed", "answer_tag") else int(_MATHEMATICS.search(content) is not None)
+    return 2 if pattern in ("boxed", "answer_tag") else int(_MATHEMATICS.search(words) is not None)
 
 
 def _candidates_of(pattern: str) -> _Candidates:

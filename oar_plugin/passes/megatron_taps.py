@@ -11,11 +11,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -98,7 +94,7 @@ class MegatronTaps(Taps):
             here_N = (local_N >= 0) & (local_N < len(hidden_TH))
             # Without `nonzero`, for which the CPU would wait. 0 in place of rows on other ranks.
             mine_NH = hidden_TH[local_N.where(here_N, 0)].where(here_N[:, None], 0.0)
-            rows_NH = reduce_from_tensor_model_parallel_region(mine_NH, group=group)
+            rows_NH = mappings.reduce_from_tensor_model_parallel_region(mine_NH, group=group)
         else:
             rows_NH = hidden_TH[position_N]
-        return copy_to_tensor_model_parallel_region(rows_NH, group=group)
+        return mappings.copy_to_tensor_model_parallel_region(rows_NH, group=group)
