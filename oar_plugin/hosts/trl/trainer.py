@@ -146,7 +146,12 @@ class OarGRPOTrainer(GRPOTrainer):
     def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request) -> Tensor:
         """float32 `[B, L]`, of this process's responses."""
         if self._dist.is_zero3:
-            self._share_head()
+            # TRL's loss reads the head's weight outside of the head. DeepSpeed notices that by itself, and keeps the weight for
+            # the backward, unless a forward through the head came first. The forward for importance is one.
+            from deepspeed.runtime.zero import register_external_parameter
+
+            model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+            register_external_parameter(model, model.get_output_embeddings().weight)
         accelerator = self.accelerator
         with accelerator.autocast():
             return self._credit.importance(
@@ -157,17 +162,6 @@ class OarGRPOTrainer(GRPOTrainer):
                 checkpoint_activations=self.args.gradient_checkpointing,
                 sum_over_ranks=partial(accelerator.reduce, reduction="sum"),
             )
-
-    def _share_head(self) -> None:
-        """Tells DeepSpeed that TRL's loss reads the head's weight outside of the head.
-
-        DeepSpeed notices that by itself, and keeps the weight for the backward, unless a forward through the head came first.
-        The forward for importance is one.
-        """
-        from deepspeed.runtime.zero import register_external_parameter
-
-        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        register_external_parameter(model, model.get_output_embeddings().weight)
 
     def _credit_metrics(self, reshaped: ReshapedBatch) -> dict[str, float]:
         """Metrics over the responses of all processes."""

@@ -4,7 +4,7 @@ It registers subclasses of verl's trainers and engines, and an estimator `oar`. 
 time, so a class is registered when verl imports the module with the registry: a hook on that module imports ours.
 
 Where verl lacks something that a feature hooks (`capabilities`), its own class stays without a message, in every run. The
-driver of a run with OAR reports it (`settings.resolve_here`, and `oar` below). verl hides a plugin that fails to load (it logs
+driver of a run with OAR reports it (`settings.resolve`, and `oar` below). verl hides a plugin that fails to load (it logs
 at DEBUG): this module reports its own failures on stderr, and imports only the standard library at its top, so that it can.
 """
 

@@ -27,7 +27,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import rewarded, weighted
 from oar_plugin.hosts.verl import capabilities
-from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
+from oar_plugin.hosts.verl.settings import parsed, resolve, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, has_advantage, no_importance
 from oar_plugin.hosts.verl.viewer import padded_batch, show
 from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, SHOWN, STATUS, USED, WEIGHTS
@@ -58,7 +58,7 @@ class OarRayTrainer(TrainerCredit):
             used = deepcopy(config)
             if OmegaConf.select(config, "trainer.use_v1"):  # a main of one's own need not set it
                 OmegaConf.update(used, "trainer.use_v1", False)
-            self.oar, OarRayTrainer.running = resolve_here(used), True
+            self.oar, OarRayTrainer.running = resolve(used, here=True), True
             OarRayTrainer.unused -= OmegaConf.select(config, "trainer.critic_warmup") or 0
 
     # ---- rows to score, distributed evenly over the ranks
