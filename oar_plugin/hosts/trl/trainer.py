@@ -26,10 +26,10 @@ from oar_plugin.token_credit import PaddedBatch, ReshapedBatch, TokenCredit
 PREFIX = "oar"
 UNCAPPED = ("logits_soft_cap", "output_logit_soft_cap")
 """Config keys of models that cap their logits (RecurrentGemma, xLSTM), which TRL 1.16 does not know. It knows the others."""
+# Losses whose gradient goes through each token's own log-prob, also with a ratio per response.
 PAY_TOKENS = ("cispo", "vespo")
-"""Losses whose gradient goes through each token's own log-prob, also with a ratio per response."""
+# Columns of the data that may hold the right answer, for dumps; the first one that exists counts.
 TRUTH = ("ground_truth", "solution", "answer")
-"""Columns of the data that may hold the right answer, for dumps; the first one that exists counts."""
 
 
 class OarGRPOTrainer(GRPOTrainer):

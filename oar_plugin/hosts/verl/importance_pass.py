@@ -107,9 +107,8 @@ class ImportancePass:
             self._checked |= {request.importance}
         segments, status_B = self._segments(data, request)
         pairs = zip(segments, data["input_ids"].offsets().diff().tolist(), strict=True)
-        data[SEQUENCE_SEGMENTS] = nested(
-            pad(row.long(), (total - len(row), 0), value=Segment.OUTSIDE) for row, total in pairs
-        )
+        whole = (pad(row.long(), (total - len(row), 0), value=Segment.OUTSIDE) for row, total in pairs)
+        data[SEQUENCE_SEGMENTS] = nested(whole)
 
         # Rows to score come first. An importance without a forward of its own has no scoring pass.
         order, num_ahead = torch.arange(len(status_B)), 0

@@ -21,18 +21,6 @@ from oar_plugin.hosts.verl import capabilities
 logger = logging.getLogger("oar_plugin")
 
 
-class _WhereRootIsSilent(logging.StreamHandler[Any]):
-    """Writes our warnings to stderr if no handler of the root logger does.
-
-    vLLM's API server imports model_hosting_container_standards, which raises the level of the root logger and of its
-    handlers to ERROR, in every process that imports verl's rollout.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not any(record.levelno >= handler.level for handler in logging.getLogger().handlers):
-            super().emit(record)
-
-
 def _register(module: str, *features: str) -> None:
     """Import a module of ours, which registers its classes, unless verl lacks what all of these features hook."""
     try:
@@ -77,10 +65,14 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 
 def load() -> None:
     """Register everything. Raises nothing: a plugin must not take down a run that does not use it."""
-    # Users see warnings also where the root logger has no handler.
+    # Users see warnings also where no handler of the root logger writes them. vLLM's API server imports
+    # model_hosting_container_standards, which raises the level of the root logger and of its handlers to ERROR, in every
+    # process that imports verl's rollout.
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.WARNING)
-        logger.addHandler(_WhereRootIsSilent())
+        ours = logging.StreamHandler()
+        ours.addFilter(lambda record: not any(record.levelno >= one.level for one in logging.getLogger().handlers))
+        logger.addHandler(ours)
     try:
         import wrapt
 

@@ -11,7 +11,6 @@ with it before the update.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -55,9 +54,8 @@ class OarRayTrainer(TrainerCredit):
     def config(self, config: DictConfig) -> None:
         self._config = config
         if switched_on(config) and self.oar is None:
-            used = deepcopy(config)
-            if OmegaConf.select(config, "trainer.use_v1"):  # a main of one's own need not set it
-                OmegaConf.update(used, "trainer.use_v1", False)
+            set_v1 = OmegaConf.select(config, "trainer.use_v1")  # a main of one's own need not set it
+            used: Any = OmegaConf.merge(config, {"trainer": {"use_v1": False}}) if set_v1 else config
             self.oar, OarRayTrainer.running = resolve(used, here=True), True
             OarRayTrainer.unused -= OmegaConf.select(config, "trainer.critic_warmup") or 0
 

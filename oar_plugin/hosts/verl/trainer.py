@@ -35,8 +35,7 @@ from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, STATUS
 class OarTrainerMixin(TrainerCredit):
     """What OAR adds to a v1 trainer. Put it before the trainer in the list of bases."""
 
-    host: ClassVar[type]
-    """The trainer itself, which a run with another estimator gets."""
+    host: ClassVar[type]  # the trainer itself, which a run with another estimator gets
 
     # What the host's trainer provides.
     timing_raw: dict[str, float]
