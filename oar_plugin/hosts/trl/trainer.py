@@ -132,10 +132,8 @@ class OarGRPOTrainer(GRPOTrainer):
         reshaped = credit.reshape(step, advantage_BL, importance_BL, segments_BL, status_B)
         metrics = self._credit_metrics(reshaped) | {"oar/seconds": time.perf_counter() - started}
 
-        rows = (
-            (row, str(place // self.num_generations), f"{step}_{place}", self._reward_G[place].item())
-            for row, place in enumerate(range(first, first + len(inputs)))
-        )
+        reward_B, size = self._reward_G[first : first + len(inputs)].tolist(), self.num_generations
+        rows = ((row, str((first + row) // size), f"{step}_{first + row}", one) for row, one in enumerate(reward_B))
         credit.dump(batch, reshaped, metrics, rows, partial(self._known, inputs, output), gather_object)
         if self.accelerator.is_main_process:
             credit.watch.see(step, metrics, self._reward_G.nanmean().item())

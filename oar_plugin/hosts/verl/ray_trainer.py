@@ -112,23 +112,19 @@ class OarRayTrainer(TrainerCredit):
         kept = FIELDS if self._credit.dumps.folder is not None else (*USED, SEGMENTS)
         return asking(self.actor_rollout_wg, needed_B, self._request(importance_only), self.global_steps, kept)
 
-    def _score_alone(self, batch: DataProto) -> None:
-        """In bypass mode the log-probs come from the rollout. No pass computes them, so importance needs its own."""
-        with self._asking(has_advantage(batch.batch["advantages"]), importance_only=True) as answer:
-            data = left_right_2_no_padding(batch.to_tensordict())
-            temperature = self.config.actor_rollout_ref.rollout.temperature
-            tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
-            self.actor_rollout_wg.compute_log_prob(data)
-        batch.batch.update(answer)
-
     # ---- the host's advantage, times the weights
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.oar is None or batch.meta_info.get(RESHAPED):  # a trainer of one's own may update twice with a batch
             return super()._update_actor(batch)  # type: ignore[misc]
         started, metrics = time.perf_counter(), dict[str, float]()
-        if alone := WEIGHTS not in batch.batch:
-            self._score_alone(batch)
+        if alone := WEIGHTS not in batch.batch:  # bypass mode: no pass has computed log-probs, so this needs its own
+            with self._asking(has_advantage(batch.batch["advantages"]), importance_only=True) as answer:
+                data = left_right_2_no_padding(batch.to_tensordict())
+                temperature = self.config.actor_rollout_ref.rollout.temperature
+                tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
+                self.actor_rollout_wg.compute_log_prob(data)
+            batch.batch.update(answer)
         fields = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
         entropy_BL, advantage_BL = fields.pop(ENTROPY, None), batch.batch["advantages"]
         fields[STATUS] = rewarded(fields[STATUS], advantage_BL[:, None])

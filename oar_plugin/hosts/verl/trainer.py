@@ -92,7 +92,7 @@ class OarTrainerMixin(TrainerCredit):
         request = {REQUEST: self._request(alone)}
         batch.extra_info |= {} if alone else request
         batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
-        if alone:  # these come from the rollout, and no pass computes them: importance needs a pass of its own
+        if alone:  # old log-probs are the rollout's, and no pass computes them: importance needs a pass of its own
             with marked_timer("oar", self.timing_raw):
                 temperature = self.config.actor_rollout_ref.rollout.temperature
                 given = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
