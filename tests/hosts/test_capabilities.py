@@ -19,7 +19,7 @@ from verl.trainer import main_ppo
 from oar_plugin.config import OarConfigError
 from oar_plugin.hosts.verl import capabilities, hydra_conf, plugin
 from oar_plugin.hosts.verl.capabilities import FEATURES, TRAINERS, accepted, lacking, missing
-from oar_plugin.hosts.verl.settings import resolve_here
+from oar_plugin.hosts.verl.settings import resolve
 from tests.hosts.test_settings import OFFLOAD, config
 from tests.limits import PROCESS_S
 
@@ -134,7 +134,7 @@ def test_a_verl_that_does_not_look_for_plugins_is_told_to_import_ours(looks_for_
         return
     assert told == {capabilities.EXTERNAL_MODULES: value}
     with pytest.raises(OarConfigError, match=f"{capabilities.EXTERNAL_MODULES}={value} on every node"):
-        resolve_here(config())
+        resolve(config(), here=True)
 
 
 ASKS = [  # feature, changes, what asks for it, what is allowed
@@ -153,7 +153,7 @@ def test_a_run_that_asks_for_what_is_missing_is_told_and_no_other(feature, chang
     monkeypatch.setattr("oar_plugin.hosts.verl.settings.installed", lambda: "0.28.0")
     monkeypatch.setattr(capabilities, "missing", lambda name: ("x: f takes (a)",) if name == feature else ())
     with pytest.raises(OarConfigError) as refused:
-        resolve_here(config(**changes))
+        resolve(config(**changes), here=True)
     text = str(refused.value)
     assert text.startswith(f"{asked}: not supported on this verl ({verl.__version__})")
     assert "(x: f takes (a))" in text
@@ -161,7 +161,7 @@ def test_a_run_that_asks_for_what_is_missing_is_told_and_no_other(feature, chang
     strategy = "megatron" if feature == "fsdp" else "fsdp"
     for other, others, *_ in ASKS:
         if other not in (feature, "fsdp"):
-            assert resolve_here(config(**{"actor_rollout_ref__actor__strategy": strategy} | others))
+            assert resolve(config(**{"actor_rollout_ref__actor__strategy": strategy} | others), here=True)
 
 
 DOCTORED = """
@@ -189,7 +189,7 @@ def test_what_does_not_fit_stays_verls_own_and_no_process_says_a_word_about_it()
 
 def test_the_check_before_a_run_leaves_the_environment_as_it_was(monkeypatch):
     """Ray's workers inherit it, and vLLM sets variables when it is imported."""
-    monkeypatch.setattr(hydra_conf, "resolve_here", lambda config: os.environ.update(OAR_TEST="set", PATH="changed"))
+    monkeypatch.setattr(hydra_conf, "resolve", lambda config, here: os.environ.update(OAR_TEST="set", PATH="changed"))
     before = dict(os.environ)
     hydra_conf.CheckAtStart().on_run_start(config())
     assert dict(os.environ) == before

@@ -20,7 +20,7 @@ def record(**changes):
 
 
 def metrics_of(*records, left=(0,)):
-    return offload_metrics(torch.stack([one.to_row() for one in records]), torch.tensor(left))
+    return offload_metrics(torch.stack([torch.tensor(one, dtype=torch.float64) for one in records]), torch.tensor(left))
 
 
 def test_metrics_say_what_hid_behind_generation():

@@ -125,6 +125,8 @@ def test_without_a_vllm_the_offload_is_refused_and_the_local_backend_is_named(mo
     [
         ({MEGATRON + "dynamic_context_parallel": True}, ["dynamic_context_parallel=True", "allowed: False"]),
         ({MOE + "moe_expert_capacity_factor": 1.25}, ["moe_expert_capacity_factor=1.25", "allowed: null"]),
+        ({MOE + "use_mup": True}, ["use_mup=True", "allowed: False"]),
+        ({MOE + "cuda_graph_impl": "local"}, ["cuda_graph_impl=local", "allowed: none"]),
         ({"actor_rollout_ref__model__use_fused_kernels": True}, ["use_fused_kernels=True", "allowed: False"]),
         ({MEGATRON + "dtype": "float16"}, ["megatron.dtype=float16", "allowed: bfloat16"]),
         ({"algorithm__oar": {"importance": "oar_p"}}, ["importance=oar_p", "perturbation.backend=rollout"]),

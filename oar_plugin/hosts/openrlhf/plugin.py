@@ -79,8 +79,7 @@ class OarAdvantage:
         metrics = {f"oar/{name}": value for name, value in reshaped.metrics.items()}
         rewards = torch.cat([e.info["reward"] for e in experiences]).float()
         self._credit.watch.see(self._step, metrics, rewards.nanmean().item())
-        known = partial(self._known, experiences)
-        self._credit.dump(self._batch, reshaped, metrics, self._rows(experiences), known)
+        self._credit.dump(self._batch, reshaped, metrics, self._rows(experiences), partial(self._known, experiences))
         parts = reshaped.advantage_BL.split([len(e.advantages) for e in experiences])
         for experience, part_BL in zip(experiences, parts, strict=True):
             experience.advantages = part_BL[:, : experience.advantages.shape[1]].clone()

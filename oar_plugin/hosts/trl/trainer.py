@@ -26,10 +26,10 @@ from oar_plugin.token_credit import PaddedBatch, ReshapedBatch, TokenCredit
 PREFIX = "oar"
 UNCAPPED = ("logits_soft_cap", "output_logit_soft_cap")
 """Config keys of models that cap their logits (RecurrentGemma, xLSTM), which TRL 1.16 does not know. It knows the others."""
+# Losses whose gradient goes through each token's own log-prob, also with a ratio per response.
 PAY_TOKENS = ("cispo", "vespo")
-"""Losses whose gradient goes through each token's own log-prob, also with a ratio per response."""
+# Columns of the data that may hold the right answer, for dumps; the first one that exists counts.
 TRUTH = ("ground_truth", "solution", "answer")
-"""Columns of the data that may hold the right answer, for dumps; the first one that exists counts."""
 
 
 class OarGRPOTrainer(GRPOTrainer):
@@ -132,10 +132,8 @@ class OarGRPOTrainer(GRPOTrainer):
         reshaped = credit.reshape(step, advantage_BL, importance_BL, segments_BL, status_B)
         metrics = self._credit_metrics(reshaped) | {"oar/seconds": time.perf_counter() - started}
 
-        rows = (
-            (row, str(place // self.num_generations), f"{step}_{place}", self._reward_G[place].item())
-            for row, place in enumerate(range(first, first + len(inputs)))
-        )
+        reward_B, size = self._reward_G[first : first + len(inputs)].tolist(), self.num_generations
+        rows = ((row, str((first + row) // size), f"{step}_{first + row}", one) for row, one in enumerate(reward_B))
         credit.dump(batch, reshaped, metrics, rows, partial(self._known, inputs, output), gather_object)
         if self.accelerator.is_main_process:
             credit.watch.see(step, metrics, self._reward_G.nanmean().item())
@@ -146,7 +144,12 @@ class OarGRPOTrainer(GRPOTrainer):
     def _importance(self, batch: PaddedBatch, segments_BL: Tensor, request: Request) -> Tensor:
         """float32 `[B, L]`, of this process's responses."""
         if self._dist.is_zero3:
-            self._share_head()
+            # TRL's loss reads the head's weight outside of the head. DeepSpeed notices that by itself, and keeps the weight for
+            # the backward, unless a forward through the head came first. The forward for importance is one.
+            from deepspeed.runtime.zero import register_external_parameter
+
+            model = self.model.get_base_model() if is_peft_model(self.model) else self.model
+            register_external_parameter(model, model.get_output_embeddings().weight)
         accelerator = self.accelerator
         with accelerator.autocast():
             return self._credit.importance(
@@ -157,17 +160,6 @@ class OarGRPOTrainer(GRPOTrainer):
                 checkpoint_activations=self.args.gradient_checkpointing,
                 sum_over_ranks=partial(accelerator.reduce, reduction="sum"),
             )
-
-    def _share_head(self) -> None:
-        """Tells DeepSpeed that TRL's loss reads the head's weight outside of the head.
-
-        DeepSpeed notices that by itself, and keeps the weight for the backward, unless a forward through the head came first.
-        The forward for importance is one.
-        """
-        from deepspeed.runtime.zero import register_external_parameter
-
-        model = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        register_external_parameter(model, model.get_output_embeddings().weight)
 
     def _credit_metrics(self, reshaped: ReshapedBatch) -> dict[str, float]:
         """Metrics over the responses of all processes."""

@@ -179,7 +179,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             logger.exception("OAR could not score a response; it falls back to GRPO")
             record = record._replace(status=Status.ENGINE_FAILED)
             fields = self._weighed(np.zeros_like(importance), segments, record.status)
-        return fields | {OFFLOAD: record.to_row()}
+        return fields | {OFFLOAD: torch.tensor(record, dtype=torch.float64)}  # float64: the wall clock needs it
 
     def _chosen(self, output: ScoredOutput, step: int) -> bool:
         """Whether the engines score a response. If not, the actor predicts its scores (`oar_plugin.passes.prediction`)."""
@@ -199,22 +199,8 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _score(
         self, output: ScoredOutput, segments: np.ndarray, step: int
     ) -> tuple[ScoringResult, OffloadRecord]:
-        task = self._task(output, segments, step)
-        result = ScoringResult()
-        for attempts in range(1, ATTEMPTS + 1):
-            began = time.time()
-            result = await self._call(task, after_exchange=result.fault == "aborted")
-            if result.fault in (None, "too_long"):
-                break
-            logger.warning("OAR: an engine could not score a response (%s), attempt %d", result.fault, attempts)
-        numbers = STATUS_OF_FAULT[result.fault], attempts, result.copies, result.retried, output.generated_at
-        return result, OffloadRecord(*numbers, *(began + result.done_at[end] for end in (0, -1) if result.done_at))
-
-    def _task(self, output: AgentLoopOutput, segments: np.ndarray, step: int) -> ScoringTask:
-        oar = self._oar
-        answer = np.flatnonzero(segments == Segment.ANSWER)
-        prompt_length = len(output.prompt_ids)
-        return ScoringTask(
+        oar, answer, prompt_length = self._oar, np.flatnonzero(segments == Segment.ANSWER), len(output.prompt_ids)
+        task = ScoringTask(
             token_ids=[*output.prompt_ids, *output.response_ids[: int(answer[-1]) + 1]],
             prompt_length=prompt_length,
             answer_start=prompt_length + int(answer[0]),
@@ -225,6 +211,15 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             seed=step_seed(oar.seed, max(step, 1)),
             priority=PRIORITY,
         )
+        result = ScoringResult()
+        for attempts in range(1, ATTEMPTS + 1):
+            began = time.time()
+            result = await self._call(task, after_exchange=result.fault == "aborted")
+            if result.fault in (None, "too_long"):
+                break
+            logger.warning("OAR: an engine could not score a response (%s), attempt %d", result.fault, attempts)
+        numbers = STATUS_OF_FAULT[result.fault], attempts, result.copies, result.retried, output.generated_at
+        return result, OffloadRecord(*numbers, *(began + result.done_at[end] for end in (0, -1) if result.done_at))
 
     async def _call(self, task: ScoringTask, after_exchange: bool) -> ScoringResult:
         """Call one engine, and return every error as a fault. `after_exchange`: first wait, without limit, until it admits."""

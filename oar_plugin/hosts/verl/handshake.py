@@ -85,6 +85,6 @@ def fault_of(process: Any, feature: str | None, settings: Mapping[str, Any]) -> 
 def sources() -> str:
     """A digest of the plugin's code: two checkouts of one version may differ."""
     folder = Path(str(oar_plugin.__file__)).parent
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.py"))
-    ours = [name for name in names if not name.startswith("recipes/")]  # only a wheel has these there
+    paths = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    ours = sorted(path.as_posix() for path in paths if path.parts[0] != "recipes")  # only a wheel has these there
     return hashlib.sha256(b"".join(name.encode() + (folder / name).read_bytes() for name in ours)).hexdigest()

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import PREFIX, OarConfigError, left, unknown_key
 from oar_plugin.hosts.verl.capabilities import host_folder
-from oar_plugin.hosts.verl.settings import resolve_here, switched_on
+from oar_plugin.hosts.verl.settings import resolve, switched_on
 
 PRIMARY = "ppo_trainer"  # verl's one trainer config; model_engine=dp|megatron selects the rest
 _PROVIDER = "oar_plugin"
@@ -77,7 +77,7 @@ class CheckAtStart(Callback):
         try:
             # Importing vLLM sets variables that the workers of a Ray started here would inherit.
             with mock.patch.dict(os.environ):
-                resolve_here(config)
+                resolve(config, here=True)
         except OarConfigError as error:
             sys.exit(f"oar: this configuration cannot work\n{error}")
 

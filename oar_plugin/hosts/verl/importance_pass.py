@@ -95,10 +95,6 @@ class ImportancePass:
     def _token_bytes(self) -> TokenBytes:
         return TokenBytes(self.model_config.tokenizer)
 
-    @cached_property
-    def _eos_ids(self) -> set[int]:
-        return end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
-
     def infer_batch(self, data: TensorDict, loss_function: Any = None) -> Any:
         """Run verl's `infer_batch`. If `data` has a request, the output also has importance."""
         values = tu.pop(data, key=REQUEST, default=None)
@@ -111,9 +107,8 @@ class ImportancePass:
             self._checked |= {request.importance}
         segments, status_B = self._segments(data, request)
         pairs = zip(segments, data["input_ids"].offsets().diff().tolist(), strict=True)
-        data[SEQUENCE_SEGMENTS] = nested(
-            pad(row.long(), (total - len(row), 0), value=Segment.OUTSIDE) for row, total in pairs
-        )
+        whole = (pad(row.long(), (total - len(row), 0), value=Segment.OUTSIDE) for row, total in pairs)
+        data[SEQUENCE_SEGMENTS] = nested(whole)
 
         # Rows to score come first. An importance without a forward of its own has no scoring pass.
         order, num_ahead = torch.arange(len(status_B)), 0
@@ -221,7 +216,8 @@ class ImportancePass:
         responses = ((x.tolist(), own.numpy().astype(bool), bool(n.any()), total - len(x)) for x, own, n, total in rows)
         # Without `rollout.max_model_len`, verl's engines take the model's positions. SGLang leaves the last one free.
         request = replace(request, max_length=min(request.max_length, longest_of(self.model_config.hf_config) - 1))
-        segments, status_B = segment_rows(responses, request, self._token_bytes, self._eos_ids)
+        eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
+        segments, status_B = segment_rows(responses, request, self._token_bytes, eos_ids)
         failed_B = (status_B == Status.SEARCH_FAILED).to(get_device_id(), torch.int32)
         for row in self._sum_over_sharing_ranks(failed_B).nonzero()[:, 0].tolist():
             segments[row].fill_(int(Segment.OUTSIDE))

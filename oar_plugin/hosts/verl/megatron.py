@@ -33,20 +33,7 @@ from oar_plugin.passes.request import IMPORTANCE, Request
 from oar_plugin.passes.taps import Tap, UnsupportedModelError, logit_changes
 
 _ROUTES = "routed_experts"  # verl's field for router replay
-
-# What is refused of Megatron's transformer config, besides `REFUSED`: only a built model shows it.
-MODEL_REFUSED = {
-    "moe_router_force_load_balancing": "it routes at random; set it to False",
-    "moe_router_force_biased": "it routes at random; leave it out",
-    "fp4": "leave override_transformer_config.fp4 out",
-    "overlap_moe_expert_parallel_comm": "its schedule replaces the forward that OAR hooks; set it to False",
-    "cuda_graph_impl": "hooks do not run inside captured graphs; set it to none",
-    "hybrid_context_parallel": "its schedule replaces the forward that OAR hooks; set it to False",
-    "defer_embedding_wgrad_compute": "it keeps activations of every forward; set it to False",
-    "use_mup": "it scales the logits after the projection that OAR hooks; set it to False",
-    "experimental_attention_variant": "its context-parallel layout was not tested; use another model",
-}
-_UNSET = (None, False, 0, "none")
+_UNSET = (None, False, 0, "none")  # of an attribute of a transformer config
 
 
 @dataclass
@@ -218,9 +205,8 @@ class OarMegatronMixin(ImportancePass):
         return _all_reduced(parallel_state.get_model_parallel_group(), over_context)
 
     def _micro_batch_multiple(self) -> int:
-        if (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1) == 1:
-            return 1
-        return self.tf_config.microbatch_group_size_per_vp_stage
+        stages = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        return self.tf_config.microbatch_group_size_per_vp_stage if stages > 1 else 1
 
     def _check_supported(self, data: TensorDict, request: Request) -> None:
         """The configuration decides, without the trial of `oar_plugin.passes.trial`: a forward is a whole schedule, whose
@@ -246,9 +232,6 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
                 "Mamba or otherwise derived models); use actor_rollout_ref.actor.strategy=fsdp2"
             )
         config: Any = get_model_config(model)
-        for name, advice in MODEL_REFUSED.items():
-            if (value := getattr(config, name, None)) not in _UNSET:
-                raise UnsupportedModelError(f"{name}={value} in Megatron's transformer config: {advice}")
         for refused in REFUSED["megatron"]:
             name = refused.in_model or ""
             if (value := getattr(config, name, None)) not in _UNSET:

@@ -77,10 +77,6 @@ class OffloadRecord(NamedTuple):
     first_at: float = 0.0  # and its first copy
     last_at: float = 0.0  # and its last
 
-    def to_row(self) -> Tensor:
-        """float64: the wall clock needs it. `OffloadRecord(*row.tolist())` is the record again."""
-        return torch.tensor(self, dtype=torch.float64)
-
 
 def offload_metrics(record_B7: Tensor, left_B: Tensor) -> dict[str, float]:
     """Metrics of a batch without verl's padding rows, by name without prefix, from its records (`OFFLOAD`).

@@ -4,7 +4,7 @@ It registers subclasses of verl's trainers and engines, and an estimator `oar`. 
 time, so a class is registered when verl imports the module with the registry: a hook on that module imports ours.
 
 Where verl lacks something that a feature hooks (`capabilities`), its own class stays without a message, in every run. The
-driver of a run with OAR reports it (`settings.resolve_here`, and `oar` below). verl hides a plugin that fails to load (it logs
+driver of a run with OAR reports it (`settings.resolve`, and `oar` below). verl hides a plugin that fails to load (it logs
 at DEBUG): this module reports its own failures on stderr, and imports only the standard library at its top, so that it can.
 """
 
@@ -19,18 +19,6 @@ from typing import Any
 from oar_plugin.hosts.verl import capabilities
 
 logger = logging.getLogger("oar_plugin")
-
-
-class _WhereRootIsSilent(logging.StreamHandler[Any]):
-    """Writes our warnings to stderr if no handler of the root logger does.
-
-    vLLM's API server imports model_hosting_container_standards, which raises the level of the root logger and of its
-    handlers to ERROR, in every process that imports verl's rollout.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not any(record.levelno >= handler.level for handler in logging.getLogger().handlers):
-            super().emit(record)
 
 
 def _register(module: str, *features: str) -> None:
@@ -77,10 +65,14 @@ HOOKS: dict[str, Callable[[Any], None]] = {
 
 def load() -> None:
     """Register everything. Raises nothing: a plugin must not take down a run that does not use it."""
-    # Users see warnings also where the root logger has no handler.
+    # Users see warnings also where no handler of the root logger writes them. vLLM's API server imports
+    # model_hosting_container_standards, which raises the level of the root logger and of its handlers to ERROR, in every
+    # process that imports verl's rollout.
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.WARNING)
-        logger.addHandler(_WhereRootIsSilent())
+        ours = logging.StreamHandler()
+        ours.addFilter(lambda record: not any(record.levelno >= one.level for one in logging.getLogger().handlers))
+        logger.addHandler(ours)
     try:
         import wrapt
 

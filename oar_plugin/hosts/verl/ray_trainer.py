@@ -11,7 +11,6 @@ with it before the update.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import rewarded, weighted
 from oar_plugin.hosts.verl import capabilities
-from oar_plugin.hosts.verl.settings import parsed, resolve_here, switched_on
+from oar_plugin.hosts.verl.settings import parsed, resolve, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, has_advantage, no_importance
 from oar_plugin.hosts.verl.viewer import padded_batch, show
 from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, SHOWN, STATUS, USED, WEIGHTS
@@ -55,10 +54,9 @@ class OarRayTrainer(TrainerCredit):
     def config(self, config: DictConfig) -> None:
         self._config = config
         if switched_on(config) and self.oar is None:
-            used = deepcopy(config)
-            if OmegaConf.select(config, "trainer.use_v1"):  # a main of one's own need not set it
-                OmegaConf.update(used, "trainer.use_v1", False)
-            self.oar, OarRayTrainer.running = resolve_here(used), True
+            set_v1 = OmegaConf.select(config, "trainer.use_v1")  # a main of one's own need not set it
+            used: Any = OmegaConf.merge(config, {"trainer": {"use_v1": False}}) if set_v1 else config
+            self.oar, OarRayTrainer.running = resolve(used, here=True), True
             OarRayTrainer.unused -= OmegaConf.select(config, "trainer.critic_warmup") or 0
 
     # ---- rows to score, distributed evenly over the ranks
@@ -114,23 +112,19 @@ class OarRayTrainer(TrainerCredit):
         kept = FIELDS if self._credit.dumps.folder is not None else (*USED, SEGMENTS)
         return asking(self.actor_rollout_wg, needed_B, self._request(importance_only), self.global_steps, kept)
 
-    def _score_alone(self, batch: DataProto) -> None:
-        """In bypass mode the log-probs come from the rollout. No pass computes them, so importance needs its own."""
-        with self._asking(has_advantage(batch.batch["advantages"]), importance_only=True) as answer:
-            data = left_right_2_no_padding(batch.to_tensordict())
-            temperature = self.config.actor_rollout_ref.rollout.temperature
-            tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
-            self.actor_rollout_wg.compute_log_prob(data)
-        batch.batch.update(answer)
-
     # ---- the host's advantage, times the weights
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.oar is None or batch.meta_info.get(RESHAPED):  # a trainer of one's own may update twice with a batch
             return super()._update_actor(batch)  # type: ignore[misc]
         started, metrics = time.perf_counter(), dict[str, float]()
-        if alone := WEIGHTS not in batch.batch:
-            self._score_alone(batch)
+        if alone := WEIGHTS not in batch.batch:  # bypass mode: no pass has computed log-probs, so this needs its own
+            with self._asking(has_advantage(batch.batch["advantages"]), importance_only=True) as answer:
+                data = left_right_2_no_padding(batch.to_tensordict())
+                temperature = self.config.actor_rollout_ref.rollout.temperature
+                tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
+                self.actor_rollout_wg.compute_log_prob(data)
+            batch.batch.update(answer)
         fields = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
         entropy_BL, advantage_BL = fields.pop(ENTROPY, None), batch.batch["advantages"]
         fields[STATUS] = rewarded(fields[STATUS], advantage_BL[:, None])

@@ -84,18 +84,13 @@ def parsed(algorithm: DictConfig) -> OarConfig:
     return OarConfig.parse(settings)  # type: ignore[arg-type]
 
 
-def resolve(config: DictConfig) -> OarConfig:
-    """OAR's settings, after a check of everything in verl's configuration that OAR depends on. OarConfigError: it failed."""
+def resolve(config: DictConfig, here: bool = False) -> OarConfig:
+    """OAR's settings, after a check of everything in verl's configuration that OAR depends on. OarConfigError: it failed.
+
+    `here`: also whether the installed verl has what the configuration needs. For drivers: it imports a lot.
+    """
     oar = parsed(config.algorithm)
-    if faults := list(_faults(config, oar)):
-        raise OarConfigError("\n".join(faults))
-    return oar
-
-
-def resolve_here(config: DictConfig) -> OarConfig:
-    """`resolve`, and a check that the installed verl has what the configuration needs. For drivers: it imports a lot."""
-    oar = resolve(config)
-    if faults := list(_unfit(config, oar)):
+    if faults := list(_faults(config, oar)) or list(_unfit(config, oar) if here else ()):
         raise OarConfigError("\n".join(faults))
     return oar
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.protocol import DataProto
 from verl.trainer.ppo.v1 import trainer_base
@@ -25,7 +25,7 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import rewarded, weighted
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ACTOR_MAY_HELP, ENGINE_FIELDS, OFFLOAD, merged, offload_metrics, switch_on
-from oar_plugin.hosts.verl.settings import resolve_here, switched_on
+from oar_plugin.hosts.verl.settings import resolve, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, has_advantage, no_importance
 from oar_plugin.hosts.verl.viewer import QueuedBatch, show
 from oar_plugin.output import logger
@@ -35,8 +35,7 @@ from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, STATUS
 class OarTrainerMixin(TrainerCredit):
     """What OAR adds to a v1 trainer. Put it before the trainer in the list of bases."""
 
-    host: ClassVar[type]
-    """The trainer itself, which a run with another estimator gets."""
+    host: ClassVar[type]  # the trainer itself, which a run with another estimator gets
 
     # What the host's trainer provides.
     timing_raw: dict[str, float]
@@ -47,7 +46,7 @@ class OarTrainerMixin(TrainerCredit):
         return super().__new__(cls) if switched_on(config) else cls.host(config)
 
     def __init__(self, config: DictConfig) -> None:
-        self.oar = resolve_here(config)
+        self.oar = resolve(config, here=True)
         if self.oar.offloads:
             switch_on(config, self.oar)
         super().__init__(config)  # type: ignore[call-arg]
@@ -90,25 +89,21 @@ class OarTrainerMixin(TrainerCredit):
         if self._warms_up() or (self.oar.offloads and not _read(batch, NEEDED)[NEEDED].values().any()):
             return super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         alone = self._bypasses_log_probs()
-        if (
-            alone
-        ):  # the old log-probs come from the rollout, and no pass computes them: importance needs a pass of its own
-            batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
-        batch.extra_info[REQUEST] = self._request(alone)
-        if alone:
+        request = {REQUEST: self._request(alone)}
+        batch.extra_info |= {} if alone else request
+        batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
+        if alone:  # old log-probs are the rollout's, and no pass computes them: importance needs a pass of its own
             with marked_timer("oar", self.timing_raw):
                 temperature = self.config.actor_rollout_ref.rollout.temperature
-                batch.extra_info.update(calculate_entropy=False, compute_loss=False, temperature=temperature)
+                given = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature}
+                batch.extra_info |= request | given
                 self.actor_rollout_wg.compute_log_prob(batch)
-        else:
-            batch = super()._compute_old_log_prob(batch, metrics)  # type: ignore[misc]
         # The reference pass of a LoRA actor goes through the same call; it must not score again.
         batch.extra_info.pop(REQUEST, None)
         return batch
 
     def _bypasses_log_probs(self) -> bool:
-        correction = self.config.algorithm.get("rollout_correction", None)
-        return bool(correction and correction.get("bypass_mode", False))
+        return bool(OmegaConf.select(self.config, "algorithm.rollout_correction.bypass_mode"))
 
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
         """Writes `oar_needed`, the rows that the actor is to score, and returns it, bool `[B]`.

@@ -29,12 +29,11 @@ class TrainerCredit:
 
     def _make_credit(self, oar: OarConfig) -> None:
         # Ray runs the trainer on any node, in a folder of its own.
-        home = self.config.trainer.default_local_dir
-        self._credit = TokenCredit(oar, self.tokenizer, home=home, offloads=True)
+        self._credit = TokenCredit(oar, self.tokenizer, home=self.config.trainer.default_local_dir, offloads=True)
 
     def _check_nodes(self, oar: OarConfig, servers: Sequence[Any] = ()) -> None:
-        strategy = self.config.actor_rollout_ref.actor.strategy
-        check_nodes(self.actor_rollout_wg.workers, servers, STRATEGIES[strategy], oar)
+        engine = STRATEGIES[self.config.actor_rollout_ref.actor.strategy]
+        check_nodes(self.actor_rollout_wg.workers, servers, engine, oar)
 
     def _warms_up(self) -> bool:
         """Whether verl does not update the actor in this step: weights would change nothing."""

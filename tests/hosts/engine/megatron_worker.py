@@ -155,10 +155,10 @@ def bytes_moved(engine: Any, words: str) -> dict[str, int]:
 
 def refusals(engine: Any) -> dict[str, str]:
     """What is said of each setting that is not served; of some, only a later megatron-core than this has the name."""
-    from oar_plugin.hosts.verl.megatron import MODEL_REFUSED, REFUSED, check_chunks
+    from oar_plugin.hosts.verl.megatron import REFUSED, check_chunks
 
     said = {}
-    for name in ("importance", *MODEL_REFUSED, *(one.in_model for one in REFUSED["megatron"] if one.in_model)):
+    for name in ("importance", *(one.in_model for one in REFUSED["megatron"] if one.in_model)):
         try:
             if name == "importance":
                 run(engine, **cases.request("oar_p"))
