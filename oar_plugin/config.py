@@ -8,7 +8,7 @@ Of the importances with one backward and no copies, `fisher` agrees best with ex
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
@@ -214,6 +214,14 @@ class OarConfig(_Settings):
             except ValueError as error:
                 raise ValueError(f"perturbation.fallback={name}: {error}") from None
         return self
+
+    @field_validator("base_estimator", mode="before")
+    @classmethod
+    def _without_critic(cls, name: object) -> object:
+        if name == "gae":
+            fault = "a critic already gives each token its own advantage, which OAR's weights would distort"
+            raise ValueError(f"{fault}; allowed: {', '.join(get_args(BaseEstimator))}")
+        return name
 
     @field_validator("importance", "gate")
     @classmethod

@@ -142,7 +142,7 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(padded,
 def test_answers_that_the_reward_read_otherwise_are_counted(padded, name, tmp_path):
     world = World(tmp_path, padded=padded)
     assert answer_mismatch(world.credit, world.batch(1)) == {}, "the reward reports no answer"
-    reported = np.array(["<eos>", "$<e os>$", "5", None, "{<eos>}", ""], object)
+    reported = np.array(["<eos>", "eos", "5", None, "EOS", ""], object)
     nested = np.array([{"reward_extra_info": {"pred": one}} for one in reported], object)
     world.others[name] = nested if name == "extra_fields" else reported
     assert answer_mismatch(world.credit, world.batch(2)) == {"oar/answer_mismatch": 2 / 5}

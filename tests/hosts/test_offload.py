@@ -15,12 +15,19 @@ from tests.hosts.engine.world import nested
 
 
 def record(**changes):
-    base = {"status": int(Status.SCORED), "attempts": 1, "copies": 10, "retried": 1}
-    return OffloadRecord(**base | {"generated_at": 1e9, "first_at": 1e9, "last_at": 1e9 + 10} | changes)
+    base = {
+        "status": int(Status.SCORED),
+        "attempts": 1,
+        "copies": 10,
+        "retried": 1,
+        "tokens": 400,
+        "cached_tokens": 100,
+    }
+    return OffloadRecord(**base | {"generated_at": 1e9, "done_at": [1e9 + i for i in range(11)]} | changes)
 
 
 def metrics_of(*records, left=(0,)):
-    return offload_metrics(torch.stack([torch.tensor(one, dtype=torch.float64) for one in records]), torch.tensor(left))
+    return offload_metrics(torch.stack([one.to_row() for one in records]), torch.tensor(left))
 
 
 def test_metrics_say_what_hid_behind_generation():
@@ -28,9 +35,9 @@ def test_metrics_say_what_hid_behind_generation():
     idle = OffloadRecord(int(Status.NOT_NEEDED), generated_at=1e9 + 5)
     metrics = metrics_of(record(), late, idle, left=[0, 1, 0])
     want = {"scored": 0.5, "hidden_share": 0.5, "exposed_s": 5, "retried_copies": 2, "fault/timed_out": 1}
-    assert metrics == pytest.approx(want | {"left_for_actor": 1 / 3})
+    assert metrics == pytest.approx(want | {"left_for_actor": 1 / 3, "cached_share": 0.25})
     for last, hidden in ((4.9, 1), (5, 1), (5.1, 0)):  # its copies end at one moment
-        at_once = record(first_at=1e9 + last, last_at=1e9 + last)
+        at_once = record(done_at=[1e9 + last] * 11)
         assert metrics_of(at_once, idle)["hidden_share"] == hidden
     assert metrics_of(idle) == {"retried_copies": 0, "left_for_actor": 0}
 

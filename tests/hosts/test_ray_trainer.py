@@ -241,6 +241,14 @@ def test_the_parts_of_a_batch_that_is_split_before_the_update_are_weighted_each_
     torch.testing.assert_close(torch.cat(parts), whole["advantages"])
 
 
+def test_a_reward_that_changes_after_the_rows_were_chosen_is_counted():
+    one = trainer_of()
+    batch = before_update(one, batch_of())
+    batch.batch["advantages"] = batch.batch["response_mask"].float()
+    metrics = one._update_actor(batch).meta_info["metrics"]
+    assert metrics["oar/fallback/not_scored"] == [0.5], "three of six responses"
+
+
 def test_a_trainer_that_updates_in_its_own_way_is_stopped():
     one, batch = trainer_of(), batch_of()
     batch.batch["token_level_rewards"] = batch.batch["rm_scores"]

@@ -80,7 +80,7 @@ def assert_refused(changes, parts):
         ({"trainer__data_plane": "neoproto"}, ["data_plane=neoproto", "allowed: classic"]),
         ({"trainer__v1__trainer_mode": "mine"}, ["trainer_mode=mine", "sync, colocate_async, separate_async"]),
         ({"critic__enable": True}, ["critic.enable=True", "allowed: False"]),
-        ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "'grpo', 'rloo'"]),
+        ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "critic", "allowed: grpo, rloo"]),
         ({"algorithm__oar": 3}, ["algorithm.oar=3"]),
         (
             {"actor_rollout_ref__model": {"use_fused_kernels": True, "fused_kernel_options": None}},

@@ -119,10 +119,8 @@ class World:
         self.report_from_actor(statuses)
         del self.fields[SECONDS]
         self.fields |= {theirs: self.fields.pop(name) for name, theirs in ENGINE_FIELDS.items()}
-        done = {"copies": 4, "generated_at": 1e9, "first_at": 1e9, "last_at": 1e9}
-        self.fields[OFFLOAD] = torch.stack(
-            [torch.tensor(OffloadRecord(int(s), 1, **done), dtype=torch.float64) for s in statuses]
-        )
+        done = {"copies": 4, "generated_at": 1e9, "done_at": [1e9] * 11}
+        self.fields[OFFLOAD] = torch.stack([OffloadRecord(int(s), 1, **done).to_row() for s in statuses])
 
     def log_probs(self):
         self.batch = self.trainer._balance_batch(self.batch, self.metrics)

@@ -35,8 +35,7 @@ def test_a_header_with_a_value_of_another_type_is_refused(name, change, tmp_path
 
 def test_a_dump_made_with_settings_that_left_still_opens(tmp_path):
     config = HEADER.config | {"importance": "decision", "perturbation": {"budget": 0.3}, "context": {"truth": None}}
-    header = replace(HEADER, config=config, arbitrary_scale={"decision": True})
-    response = replace(RESPONSE, importance={"decision": RESPONSE.weights})
+    header, response = replace(HEADER, config=config), replace(RESPONSE, importance={"decision": RESPONSE.weights})
     loaded = read([written(tmp_path / "step_1.jsonl", header.line(), response.line())])
     assert loaded.items == [response]
     assert "decision" in inspector_page(loaded.items, loaded.header, "run")

@@ -124,10 +124,6 @@ def test_the_scale_of_the_embeddings_is_in_scores_only_where_they_say_so(folder,
 # ---- masked copies
 
 
-def test_copies_alone_have_no_gradient_importance(model):
-    assert not any(row.any() for row in run(model, importance="oar_p"))
-
-
 # ---- edges
 
 

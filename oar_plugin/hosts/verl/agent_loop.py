@@ -25,7 +25,7 @@ from oar_plugin.credit.noise import response_seeds, step_seed
 from oar_plugin.credit.perturbation import units
 from oar_plugin.estimator import weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
-from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
+from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, TENTHS, OffloadRecord
 from oar_plugin.hosts.verl.settings import length_limits, resolve
 from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
 from oar_plugin.output import logger
@@ -179,7 +179,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             logger.exception("OAR could not score a response; it falls back to GRPO")
             record = record._replace(status=Status.ENGINE_FAILED)
             fields = self._weighed(np.zeros_like(importance), segments, record.status)
-        return fields | {OFFLOAD: torch.tensor(record, dtype=torch.float64)}  # float64: the wall clock needs it
+        return fields | {OFFLOAD: record.to_row()}
 
     def _chosen(self, output: ScoredOutput, step: int) -> bool:
         """Whether the engines score a response. If not, the actor predicts its scores (`oar_plugin.passes.prediction`)."""
@@ -218,8 +218,9 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             if result.fault in (None, "too_long"):
                 break
             logger.warning("OAR: an engine could not score a response (%s), attempt %d", result.fault, attempts)
-        numbers = STATUS_OF_FAULT[result.fault], attempts, result.copies, result.retried, output.generated_at
-        return result, OffloadRecord(*numbers, *(began + result.done_at[end] for end in (0, -1) if result.done_at))
+        numbers = attempts, result.copies, result.retried, result.tokens, result.cached_tokens, output.generated_at
+        done_at = np.quantile([began + seconds for seconds in result.done_at] or [0.0], TENTHS).tolist()
+        return result, OffloadRecord(STATUS_OF_FAULT[result.fault], *numbers, done_at)
 
     async def _call(self, task: ScoringTask, after_exchange: bool) -> ScoringResult:
         """Call one engine, and return every error as a fault. `after_exchange`: first wait, without limit, until it admits."""

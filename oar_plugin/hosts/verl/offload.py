@@ -7,7 +7,7 @@ asked for any. A further field, `oar_offload`, holds how the scoring of each res
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from oar_plugin.output import logger
 from oar_plugin.passes.request import FIELDS, MEASURES, SECONDS, STATUS, WEIGHTS, nested
 
 OFFLOAD = "oar_offload"
+TENTHS = np.linspace(0, 1, 11)
 ENGINE_FIELDS = {name: f"{name}_of_engines" for name in FIELDS if name != SECONDS}
 
 FAULTS = Status.NON_FINITE, Status.TIMED_OUT, Status.TOO_LONG, Status.ABORTED, Status.ENGINE_FAILED
@@ -73,20 +74,26 @@ class OffloadRecord(NamedTuple):
     attempts: int = 0  # calls to an engine
     copies: int = 0  # that were run
     retried: int = 0  # requests that were made a second time
+    tokens: int = 0  # prompt tokens of all requests
+    cached_tokens: int = 0  # how many of these came from the prefix cache
     generated_at: float = 0.0  # the moment when the response was finished
-    first_at: float = 0.0  # and its first copy
-    last_at: float = 0.0  # and its last
+    done_at: Sequence[float] = (0.0,) * len(
+        TENTHS
+    )  # when the first of its copies was finished, each tenth and the last
+
+    def to_row(self) -> Tensor:
+        return torch.tensor([*self[:-1], *self.done_at], dtype=torch.float64)  # the wall clock needs it
 
 
-def offload_metrics(record_B7: Tensor, left_B: Tensor) -> dict[str, float]:
+def offload_metrics(record_BN: Tensor, left_B: Tensor) -> dict[str, float]:
     """Metrics of a batch without verl's padding rows, by name without prefix, from its records (`OFFLOAD`).
 
     `retried_copies`; `left_for_actor`, the share of the rows that the actor had to help with (`left_B`). If anything was sent
-    to an engine: `scored`, the share of it that the engines scored, and `fault/*`; `hidden_share`, the share of the copies that
-    were finished before the batch's last response was, if a response's copies finish evenly between the first and the last;
+    to an engine: `scored`, the share of it that the engines scored, and `fault/*`; `cached_share`, the share of the tokens that
+    the prefix cache saved; `hidden_share`, the share of the copies that were finished before the batch's last response was;
     `exposed_s`, the seconds that the batch waited for copies after that.
     """
-    records = [OffloadRecord(*row) for row in record_B7.tolist()]
+    records = [OffloadRecord(*row[:-11])._replace(done_at=row[-11:]) for row in record_BN.tolist()]
     sent = [record for record in records if record.attempts]
     metrics = {"retried_copies": sum(record.retried for record in sent), "left_for_actor": left_B.float().mean().item()}
     if not sent:
@@ -96,7 +103,9 @@ def offload_metrics(record_B7: Tensor, left_B: Tensor) -> dict[str, float]:
     metrics |= {f"fault/{status.name.lower()}": float(count) for status, count in by_status.items()}
     generated = max(record.generated_at for record in records)
     if copies := sum(record.copies for record in sent):
-        hidden = (one.copies * np.interp(generated, (one.first_at, one.last_at), (0, 1)) for one in sent)
-        metrics["hidden_share"] = float(sum(hidden) / copies)
-    metrics["exposed_s"] = max(0.0, max(record.last_at for record in sent) - generated)
+        metrics["hidden_share"] = (
+            sum(one.copies * float(np.interp(generated, one.done_at, TENTHS)) for one in sent) / copies
+        )
+    metrics["cached_share"] = sum(one.cached_tokens for one in sent) / max(1, sum(one.tokens for one in sent))
+    metrics["exposed_s"] = max(0.0, max(record.done_at[-1] for record in sent) - generated)
     return metrics

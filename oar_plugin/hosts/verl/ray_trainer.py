@@ -33,6 +33,7 @@ from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS
 
 SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl balances it
 ENTROPY = "oar_entropy"  # field of the log-prob pass, for dumps. verl drops its own
+LATE = 0.05  # of the largest advantage: what a row that was not scored may have without being counted as a fallback
 UNUSED = 8  # advantages before the first update; with `trainer.critic_warmup`, one more for each of its steps
 OURS = (*FIELDS, NEEDED, ENTROPY)
 RESHAPED = "oar_reshaped"  # in a batch's `meta_info`: its advantages have the weights already
@@ -127,7 +128,10 @@ class OarRayTrainer(TrainerCredit):
             batch.batch.update(answer)
         fields = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
         entropy_BL, advantage_BL = fields.pop(ENTROPY, None), batch.batch["advantages"]
-        fields[STATUS] = rewarded(fields[STATUS], advantage_BL[:, None])
+        # A trainer of one's own may change rewards after the rows were chosen. Less is what rounding leaves of equal rewards.
+        largest_B1 = advantage_BL.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True)
+        late_B1 = (fields[STATUS] == Status.NOT_NEEDED) & (largest_B1 > LATE * largest_B1.max())
+        fields[STATUS] = rewarded(fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED), advantage_BL[:, None])
         fields[WEIGHTS] = fields[WEIGHTS].masked_fill(fields[STATUS] == Status.BAD_REWARD, 1.0)
         status_B = fields[STATUS][:, 0]
         self._count(metrics, fields[MEASURES], status_B, batch.batch["token_level_scores"])

@@ -112,13 +112,13 @@ class OarTrainerMixin(TrainerCredit):
         """
         needed_B = self._has_advantage(batch)
         if self.oar.offloads:
-            own_B, record_B7 = ~_padding_rows(batch), torch.stack(_read(batch, OFFLOAD)[OFFLOAD].unbind())
-            status_B = record_B7[:, 0].long()  # before the gate, which the actor has too
+            own_B, record_BN = ~_padding_rows(batch), torch.stack(_read(batch, OFFLOAD)[OFFLOAD].unbind())
+            status_B = record_BN[:, 0].long()  # before the gate, which the actor has too
             helps_B = torch.isin(status_B, ACTOR_MAY_HELP) & (self.oar.actor_importance is not None)
             if self.oar.amortize.share is not None:  # it learns from the engines' scores
                 helps_B |= status_B == Status.SCORED
             needed_B &= own_B & helps_B
-            of_offload = offload_metrics(record_B7[own_B], needed_B & (status_B != Status.SCORED))
+            of_offload = offload_metrics(record_BN[own_B], needed_B & (status_B != Status.SCORED))
             metrics.update({f"oar/offload/{name}": value for name, value in of_offload.items()})
         _write(batch, NEEDED, nested(needed_B.long()[:, None]))
         return needed_B

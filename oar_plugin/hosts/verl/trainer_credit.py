@@ -94,17 +94,16 @@ def answer_mismatch(credit: TokenCredit, batch: QueuedBatch) -> dict[str, float]
             read = [known[name] for name in names if known.get(name) is not None]
             if read and segment_L is not None:
                 ours = credit.tokenizer.decode(one["responses"][segment_L == Segment.ANSWER])
-                differ.append(_differ(ours, str(read[0])))
+                differ.append(_values(ours) != _values(str(read[0])))
     return metrics | ({"oar/answer_mismatch": sum(differ) / len(differ)} if differ else {})
 
 
-def _differ(*answers: str) -> bool:
-    """Whether two answers differ as numbers, or else as texts without white space, `$` and braces."""
-    one, other = (re.sub(r"[\s${}]", "", answer) for answer in answers)
-    try:
-        return float(one) != float(other)
-    except ValueError:
-        return one != other
+def _values(answer: str) -> tuple[list[float], int] | str:
+    """Returns the numbers of an answer, and how many minus signs it has; without numbers its letters."""
+    answer = re.sub(r"(?<=\d)(?:,|\{,\}|\\,)(?=\d{3}(?!\d))", "", answer)
+    plain = re.sub(r"[\s{}$\\_]", "", answer).casefold()
+    numbers = [float(number) for number in re.findall(r"\d+\.?\d*|\.\d+", plain)]
+    return (numbers, plain.count("-")) if numbers else re.sub(r"\W", "", plain)
 
 
 def no_importance(step: int) -> str:
