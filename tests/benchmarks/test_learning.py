@@ -117,16 +117,6 @@ def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_step_is_counted_anew_when_fewer_responses_are_scored(monkeypatch):
-    """Even where the first step has not scored all of them."""
-    monkeypatch.setattr(prediction, "ENOUGH", 10)
-    monkeypatch.setattr(prediction, "FEWEST", 1)
-    _, record = trained(RUN, monkeypatch, credit=Credit(importance="fisher", share=1e-9), steps=3)
-    first, later, last = (step.get("importance_flops") for step in record.steps)
-    assert later < first
-    assert last is None
-
-
 def test_an_update_is_the_textbooks(model, rollout, monkeypatch):
     """REINFORCE, a mean over the tokens of all responses, its norm clipped."""
     monkeypatch.setattr(training, "MAX_GRADIENT_NORM", 0.01)

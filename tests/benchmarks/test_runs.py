@@ -106,11 +106,6 @@ def test_the_page_has_differences_by_pair_and_seconds_without_the_first_step(tmp
     assert {path.name for path in report.write(tmp_path)} == {"real_cpu.md", "real_cpu.json", "real_cpu.png"}
 
 
-def test_what_cannot_work_is_said_before_anything_starts(capsys):
-    assert main(["real", "--prompts", "400"]) == 2
-    assert "--prompts 400 --test-problems 128: together at most 508" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(2400)

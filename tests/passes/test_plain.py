@@ -121,9 +121,6 @@ def test_the_scale_of_the_embeddings_is_in_scores_only_where_they_say_so(folder,
         assert distance([row / scale**power for row in got], want) < 1e-5
 
 
-# ---- masked copies
-
-
 # ---- edges
 
 

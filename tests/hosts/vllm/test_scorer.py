@@ -87,10 +87,6 @@ def test_what_stays_missing_is_a_fault(monkeypatch, caplog, answer, fault, where
     assert ("unwell" in caplog.text) == isinstance(answer, RuntimeError)
 
 
-def test_a_copy_that_makes_the_answer_likelier_counts_nothing(monkeypatch):
-    assert Engine(monkeypatch, {COPY: [[-0.25, ROWS]]}).score().importance[0] == 0
-
-
 def test_what_is_too_long_for_the_engine_is_not_sent(monkeypatch):
     engine = Engine(monkeypatch)
     engine.scorer.max_model_len = len(TASK.token_ids)  # every request generates one token
