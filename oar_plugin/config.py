@@ -93,7 +93,7 @@ _PREDICTED = "write importance=oar_p with amortize.share=0.125, which predicts s
 _CONTRAST = "it was behind GRPO; write importance=fisher, the default"
 LEFT = {
     "importance=decision": "on a language model it was no better than random numbers; write importance=fisher, the default",
-    "importance=hybrid": f"predicted scores agree better with exact OAR-P beyond position, for fewer passes; {_PREDICTED}",
+    "importance=hybrid": f"predicted scores are closer to exact OAR-P and cost less; {_PREDICTED}",
     "importance=span_masking": "write importance=oar_p with perturbation.span=8, and probe=answer_joint for its definition",
     "importance=value": f"it was not ahead of GRPO; {_PREDICTED}, or importance=fisher",
     "importance=contrast": _CONTRAST,
@@ -104,7 +104,7 @@ LEFT = {
     "advantages": "no importance learns from them; leave it out",
     "truths": "no importance reads the right answer; leave it out",
 }
-"""Settings, and arguments of `oar_plugin.importance`, that left with version 0.4.0 -> why, and what to write instead."""
+"""Settings, and arguments of `oar_plugin.importance`, that were removed in version 0.4.0 -> why, and what to write instead."""
 LEFT_DEFAULTS = {
     "perturbation.budget": None,
     "context.template": "The right answer is {answer}. {prompt}",
@@ -116,7 +116,7 @@ LEFT_DEFAULTS = {
 def left(setting: str) -> str | None:
     """A message for a key, or `key=value`, that left the package; None if it has not."""
     instead = LEFT.get(setting) or LEFT.get(setting.partition(".")[0])
-    return instead and f"left oar_plugin with version 0.4.0: {instead}"
+    return instead and f"was removed in oar_plugin 0.4.0: {instead}"
 
 
 def unknown_key(path: Sequence[str], prefix: str = PREFIX) -> str | None:

@@ -34,7 +34,7 @@ def test_what_a_configuration_says(given, values):
 )
 def test_who_uses_what_left_reads_what_to_write_instead(given):
     with pytest.raises(
-        OarConfigError, match=r"^algorithm\.oar\..*: left oar_plugin with version 0\.4\.0: .*(write|leave|set)"
+        OarConfigError, match=r"^algorithm\.oar\..*: was removed in oar_plugin 0\.4\.0: .*(write|leave|set)"
     ):
         OarConfig.parse(given)
 

@@ -260,7 +260,7 @@ def test_advantages_of_another_shape_and_settings_of_importance_are_refused(mode
 
 @pytest.mark.parametrize("given", GONE)
 def test_what_left_is_refused_with_what_to_write_instead(model, given):
-    with pytest.raises(OarConfigError, match=r"oar_plugin\.importance\..*: left oar_plugin with version 0\.4\.0: "):
+    with pytest.raises(OarConfigError, match=r"oar_plugin\.importance\..*: was removed in oar_plugin 0\.4\.0: "):
         credit_of(model, **given)
 
 

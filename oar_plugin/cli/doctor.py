@@ -61,7 +61,7 @@ def _serve(pipe: Connection) -> None:
         try:
             pipe.send((function(*arguments), None))
         except (Exception, SystemExit) as error:
-            pipe.send((None, cause(error)))
+            pipe.send((None, str(error) if isinstance(error, ValueError) and str(error) else cause(error)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """`oar recipes` lists the recipes that come with OAR, and says how to copy one."""
 
 import argparse
+import shlex
 from pathlib import Path
 
 from oar_plugin.output import say
@@ -19,7 +20,8 @@ def run(args: argparse.Namespace) -> int:
     for name in recipe_names():
         listed.add_row(name, *summary(find_recipe(name)))
     console().print(listed)
-    say(f"To change one: cp -r {recipes_folder()}/NAME MINE; in MINE/recipe.yaml set trainer.experiment_name as well")
+    folder = shlex.quote(str(recipes_folder()))
+    say(f"To change one: cp -r {folder}/NAME MINE; in MINE/recipe.yaml set trainer.experiment_name as well")
     return 0
 
 

@@ -78,7 +78,7 @@ def check(config: DictConfig, start: str = "") -> bool:
     callback = str(config.trainer.get("checkpoint_callback_class"))
     if callback.startswith("oar_plugin.runs.best_checkpoint"):
         instead = "leave it out: trainer.max_actor_ckpt_to_keep says how many checkpoints verl keeps"
-        raise RunRefused(f"trainer.checkpoint_callback_class={callback}: left oar_plugin with version 0.4.0; {instead}")
+        raise RunRefused(f"trainer.checkpoint_callback_class={callback}: was removed in oar_plugin 0.4.0; {instead}")
     if only_validates(config):
         return False
     folder = _folder(config)

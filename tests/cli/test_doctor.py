@@ -18,7 +18,7 @@ from oar_plugin.cli.doctor import PACKAGES, Child, needs_of
 from oar_plugin.cli.main import main
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.runs.launch.preflight import Finding
-from oar_plugin.runs.recipe import RecipeError, find_recipe
+from oar_plugin.runs.recipe import find_recipe
 from tests.limits import PROCESS_S
 
 ROOT = Path(__file__).parents[2]
@@ -220,5 +220,6 @@ def test_a_recipe_is_read_composed_checked_and_planned(tmp_path, monkeypatch):
     assert "no_such_module" in findings["reward"].text
     levels = [doctor.read_recipe(folder, [], *machine[:2])[1][0].level for machine in (NODE, LOGIN, CPU)]
     assert levels == ["ok", "not checked", "missing"]
-    with pytest.raises(RecipeError, match=r"algorithm\.oar\.tau=2"):
-        doctor.read_recipe(folder, ["algorithm.oar.tau=2"], 8, False)
+    wrong = ["algorithm.oar.tau=2", "algorithm.oar.floor=2"]
+    _, said = doctor.Child().ask(doctor.read_recipe, folder, wrong, 8, False)
+    assert all(f"{one}: " in said for one in wrong), "a line for each, from the other process"

@@ -213,7 +213,7 @@ def test_a_configuration_of_ones_own_takes_the_same_words(tmp_path):
 @pytest.mark.parametrize("setting", LEFT)
 def test_who_uses_what_left_reads_what_to_write_instead(setting):
     word = setting if setting.startswith("oar=") else f"algorithm.oar.{setting}{'' if '=' in setting else '=0.3'}"
-    with pytest.raises((OarConfigError, SystemExit), match=r"left oar_plugin with version 0\.4\.0: "):
+    with pytest.raises((OarConfigError, SystemExit), match=r"was removed in oar_plugin 0\.4\.0: "):
         settings_of(ON, word)
 
 

@@ -281,7 +281,7 @@ def test_parts_are_filled_by_length(lengths, most, parts):
         ([], {"base_estimator": "rloo"}, "_args.base_estimator=rloo: "),
         ([], {"importence": "fisher"}, "_args.importence='fisher': unknown key; did you mean"),
         ([], {"tau": 2}, "--algo.advantage.plugin_args.tau=2: "),
-        *(([], given, ": left oar_plugin with version 0.4.0: ") for given in GONE),
+        *(([], given, ": was removed in oar_plugin 0.4.0: ") for given in GONE),
         ([], {"answer_patterns": ["x"]}, "--algo.advantage.plugin_args.answer_patterns[0]='x': "),
         ([*batch.PLUGIN, "importance=fisher"], None, "_args=importance=fisher: not a JSON object"),
         ([*batch.PLUGIN, "[1]"], None, "_args=[1]: not a JSON object"),

@@ -26,7 +26,7 @@ ALL = [
         ({"beta2": 1}, [r"oar\.beta2=1: unknown key; did you mean oar\.beta\?"]),
         ("fisher", ["oar='fisher': must be a mapping"]),
         ({"answer_patterns": ["boxed", "x"]}, [r"oar\.answer_patterns\[1\]='x': "]),
-        *((given, [r"oar\..*: left oar_plugin with version 0\.4\.0: "]) for given in GONE),
+        *((given, [r"oar\..*: was removed in oar_plugin 0\.4\.0: "]) for given in GONE),
     ],
 )
 def test_all_faults_of_the_settings_are_told_at_once_at_construction(tmp_path, oar, said):
