@@ -138,6 +138,8 @@ def importance(
         max_tokens = max(1, min(8192, 2**31 // (graph * credit.config.backwards + 8 * text.vocab_size)))
     for name, value in {"temperature": temperature, "max_tokens": max_tokens, "step": step}.items():
         _check(value > 0, f"{name}={value!r}", "must be above 0")
+    usable = not any(parameter.is_inference() for parameter in model.parameters())
+    _check(usable, "model", "it was loaded in torch.inference_mode(), and has no gradients; load it outside of it")
     request = credit.request(step, temperature=temperature, importance_only=True)
     if input_ids is None:
         rows = _tokenized(prompts, responses, tokenizer)

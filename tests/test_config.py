@@ -41,7 +41,7 @@ def test_who_uses_what_left_reads_what_to_write_instead(given):
 
 def test_a_fallback_that_left_is_told_too():
     offloads = {"importance": "oar_p", "perturbation": {"backend": "rollout", "fallback": "decision"}}
-    with pytest.raises(OarConfigError, match=r"perturbation\.fallback=decision: left .*write importance=fisher"):
+    with pytest.raises(OarConfigError, match=r"perturbation\.fallback=decision: was removed .*write importance=fisher"):
         OarConfig.parse(offloads)
 
 

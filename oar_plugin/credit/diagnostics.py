@@ -9,7 +9,7 @@ from oar_plugin.credit.gate import TINY, row_sums, sorted_rows
 
 
 class Status(enum.IntEnum):
-    """The outcome of one response. Every status except `SCORED`, `NOT_NEEDED` and `LEARNING` is a counted fallback to GRPO."""
+    """The outcome of one response. Every status except `SCORED` and `NOT_NEEDED` is a counted fallback to GRPO."""
 
     SCORED = 0
     NOT_NEEDED = 1  # its advantage is exactly zero: no weight would change anything
@@ -35,7 +35,7 @@ MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # t
 # Further columns of predicted importance: 1 if it was predicted; how a prediction agreed with computed scores; the share of
 # responses that the next step scores. NaN where there is none.
 PREDICTION_NAMES = "amortize/predicted", "amortize/overlap", "amortize/rank_correlation", "amortize/share"
-FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED, Status.LEARNING))
+FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))
 
 
 def effective_sample_size(weight_BL: Tensor, keep_BL: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ ADVICE = {
     Status.ANSWER_TOO_LONG: "do answer_patterns match too much? else raise max_answer_tokens",
     Status.OUT_OF_MEMORY: "lower the tokens or responses per micro-batch of the actor's update",
     Status.SEARCH_FAILED: "the log names what failed in the search for the answer",
+    Status.LEARNING: "too few responses have finite scores to predict others from; look at the other fallbacks",
     Status.BAD_REWARD: "what does the reward function return? A dump (dump.dir) shows these responses without a reward",
 }
 """What to do about each reason for a fallback."""

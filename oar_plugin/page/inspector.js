@@ -316,7 +316,7 @@ const STATUS = {  // of credit/diagnostics.py, where the name is not enough
   no_reasoning: "no reasoning before the answer", non_finite: "importance not finite", constant: "all importances equal",
   not_scored: "no scores arrived", timed_out: "masked copies took too long", too_long: "no room for masked copies",
   aborted: "masked copies were dropped", engine_failed: "the rollout engine failed", answer_too_long: "the answer is too long",
-  out_of_memory: "not enough memory", search_failed: "an answer pattern failed", learning: "too few outcomes seen so far",
+  out_of_memory: "not enough memory", search_failed: "an answer pattern failed", learning: "too few scored tokens so far",
 };
 const statusText = name => Object.hasOwn(STATUS, name) ? STATUS[name] : visible(name.replaceAll("_", " "));
 const figuresText = figures => `ESS ${figures.ess.toFixed(2)} · top 10 % has ${(100 * figures.top).toFixed(0)} %`;

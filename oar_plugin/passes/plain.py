@@ -152,12 +152,12 @@ def copies_importance(
     return importance_BL
 
 
-def _read(model: nn.Module, sequences: list[Tensor]) -> Reading:
+def _read(model: nn.Module, sequences: list[Tensor]) -> list[Reading]:
     token_BL, mask_BL = pad_sequence(sequences, True), pad_sequence([torch.ones_like(one) for one in sequences], True)
     with torch.no_grad(), ModelTaps(model) as taps:
         taps.tap = reading = Reading(packed_rows(token_BL, token_BL, mask_BL)[1])
         model(input_ids=token_BL, use_cache=False)
-    return reading
+    return [reading]
 
 
 def of_like_length(rows: Tensor, length_B: Tensor, max_tokens: int) -> list[Tensor]:

@@ -104,7 +104,7 @@ class Predictor:
         self._agreed = DECAY * self._agreed[0] + overlap, DECAY * self._agreed[1] + measured
         too_little = self._agreed[0] < self._least * self._agreed[1]
         if too_little and self._agreed[1] >= FEWEST and self.share < 1:
-            if times("predictions agree too little") == 1:
+            if times("predictions agree too little", id(self)) == 1:
                 mean = self._agreed[0] / self._agreed[1]
                 logger.warning(
                     "OAR: predictions share %.0f %% of the top tokens of computed scores, less than %s=%g: the share of scored "

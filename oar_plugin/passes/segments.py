@@ -85,11 +85,14 @@ def segment_response(
         return nothing, Status.SEARCH_FAILED
     segments_L, status, started = None, Status.NO_ANSWER, time.perf_counter()
     try:
-        pieces, started = token_bytes.pieces(ids), time.perf_counter()  # the time of decoding counts only if it fails
+        try:
+            pieces = token_bytes.pieces(ids)
+        except Exception as error:  # a model's own tokenizer runs code of its own
+            raise SearchFailed(f"the tokenizer raised {type(error).__name__}") from error
+        started = time.perf_counter()  # the time of decoding counts only if it fails
         segments_L = segment_tokens(pieces, finder, own)
-    except Exception as error:  # of a user's own pattern, or of a model's own tokenizer, which runs code of its own
-        said = str(error) if isinstance(error, SearchFailed) else f"the tokenizer raised {type(error).__name__}"
-        warn_once("%s; such responses keep plain GRPO", said, exc_info=True)
+    except SearchFailed as said:
+        warn_once("%s; such responses keep plain GRPO", str(said), exc_info=True)
         status = Status.SEARCH_FAILED
     seconds = time.perf_counter() - started
     if status == Status.SEARCH_FAILED or seconds > SLOW_SECONDS:

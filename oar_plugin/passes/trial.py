@@ -4,7 +4,7 @@ The configuration cannot tell, because every new model has new keys. The trial c
 tapped rows, and the logits of a sequence's first tokens with those of the same tokens in a row where no more tokens follow.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -133,20 +133,22 @@ def check_by_trial(
     model: nn.Module,
     request: Request,
     token_T: Tensor,
-    read: Callable[[list[Tensor]], Reading],
+    read: Callable[[list[Tensor]], Sequence[Reading]],
     max_over_ranks: Callable[[int], int],
 ) -> None:
     """Runs the trial, unless this model object passed one or the importance runs no model.
 
     All ranks that share the model's weights must call this together. `read` takes two sequences, the first tokens of `token_T`,
-    runs the host's model on them, and returns a `Reading` of all tokens. `max_over_ranks` returns a count's maximum over ranks.
+    runs the host's model on them, and returns a `Reading` of all tokens, and perhaps others. `max_over_ranks` returns a count's
+    maximum over ranks.
     UnsupportedModelError: names the model's class, what differs, and by how much; or that its outputs are not finite.
     """
     inner = unwrapped(model)
     if inner in _ACCEPTED or not request.importance_object.runs_model:
         return
     sequence = trial_tokens(token_T)
-    found = fault(read([sequence, sequence[: TOKENS // 2]]), logit_changes(getattr(inner, "config", None)))
+    trials, changes = read([sequence, sequence[: TOKENS // 2]]), logit_changes(getattr(inner, "config", None))
+    found = next(filter(None, (fault(trial, changes) for trial in trials)), "")
     if max_over_ranks(int(bool(found))):
         raise UnsupportedModelError(f"{type(inner).__name__} {found or 'is not supported: another rank says why'}")
     _ACCEPTED.add(inner)

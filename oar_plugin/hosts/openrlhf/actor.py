@@ -82,13 +82,13 @@ class ActorPass:
         layout = Layout(at_T, at_T, len(at_T), token_RT.device) if self.actor.packing_samples else padded
         return packed, layout, padded.local_T
 
-    def _read(self, model: nn.Module, sequences: list[Tensor]) -> Reading:
+    def _read(self, model: nn.Module, sequences: list[Tensor]) -> list[Reading]:
         ones = [torch.ones_like(sequence) for sequence in sequences]
         token_RT, mask_RT = (pad_sequence(rows, True, padding_side="left") for rows in (sequences, ones))
         with torch.no_grad(), ModelTaps(model) as taps:
             taps.tap = reading = Reading(self._packed(token_RT, token_RT, mask_RT)[1])
             self.actor(token_RT, None, mask_RT, return_output=True, **self.more)
-        return reading
+        return [reading]
 
     @contextmanager
     def _without_engine(self) -> Iterator[nn.Module]:

@@ -180,19 +180,20 @@ class OarFSDPMixin(ImportancePass):
                 "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
             )
 
-        # The first row of text; some processors give text the types of its tokens. If a rank has none, all ranks try their
-        # first row as it is: ranks must run equal forwards, and verl cannot run some of these models without an image.
+        # The first row of text, and the first with images; some processors give text the types of its tokens. The trial runs on
+        # what every rank has: ranks must run equal forwards, and verl cannot run some of these models without an image.
         inputs, rows = tu.get(data, "multi_modal_inputs", [{}] * len(data)), data["input_ids"].unbind()
         has_images = [any("token_type_ids" not in name for name in one or {}) for one in inputs]
-        text = [*has_images, False].index(False)
-        images_alone = self.max_over_ranks(int(text == len(rows)))
+        text, image = ([*has_images, wanted].index(wanted) for wanted in (False, True))
+        lacks_text, lacks_image = (bool(self.max_over_ranks(int(row == len(rows)))) for row in (text, image))
 
-        def read(sequences: list[Tensor]) -> Reading:
-            if not images_alone:
-                return self.read(like_row(data, text, sequences))
-            # Images need all of their tokens. Only the first logits are compared, because a row may be long.
-            first = tu.index_select_tensor_dict(data, torch.tensor([0]))
-            return self.read(first, torch.arange(min(TOKENS, len(rows[0]))))
+        def read(sequences: list[Tensor]) -> list[Reading]:
+            trials = [] if lacks_text else [self.read(like_row(data, text, sequences))]
+            if lacks_text or not lacks_image:
+                # Images need all of their tokens. Only the first logits are compared, because a row may be long.
+                row = tu.index_select_tensor_dict(data, torch.tensor([image % len(rows)]))
+                trials.append(self.read(row, torch.arange(min(TOKENS, row["input_ids"].values().numel()))))
+            return trials
 
         check_by_trial(self.module, request, rows[text % len(rows)], read, self.max_over_ranks)
 

@@ -40,7 +40,7 @@ def mentions_oar(arguments: Sequence[str]) -> bool:
 def misspelt(arguments: Sequence[str]) -> str | None:
     """The fault in how a command line chooses a preset or names OAR's keys, and what to write; None: there is none."""
     for word in arguments:
-        if word.startswith("oar=") and (message := left(word)):
+        if word.lstrip("+").startswith("oar=") and (message := left(word.lstrip("+"))):
             return f"{word}: {message}"
         if word.startswith("+oar="):
             return f"{word}: presets are chosen without the plus sign; write {word[1:]}"

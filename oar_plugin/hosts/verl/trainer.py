@@ -166,7 +166,8 @@ class OarTrainerMixin(TrainerCredit):
                 measure_B4 = data[MEASURES].values().view(len(status_B), -1)
             own_B, advantage_BL = ~_padding_rows(batch), data["advantages"].to_padded_tensor(0.0)
             status_B = torch.where(own_B, rewarded(status_B, advantage_BL), status_B)
-            self._count(metrics, measure_B4, status_B, data["rm_scores"].to_padded_tensor(0.0)[own_B])
+            first = not getattr(self, "local_trigger_step", 0)  # of a step's batches in `separate_async`
+            self._count(metrics, measure_B4, status_B, data["rm_scores"].to_padded_tensor(0.0)[own_B], first)
             if not data["advantages"].offsets().equal(weights.offsets()):
                 raise RuntimeError("verl changed the lengths of responses after importance was computed")
             product = weighted(data["advantages"].values(), weights.values())

@@ -63,10 +63,10 @@ class TrainerCredit:
         (response, total), temperature = length_limits(self.config), self.config.actor_rollout_ref.rollout.temperature
         return self._credit.request(self.global_steps, response, temperature, importance_only, total).to_dict()
 
-    def _count(self, metrics: dict, measure_BM: Tensor, status_B: Tensor, score_BL: Tensor) -> None:
-        """Adds the metrics of a batch's weights, and warns where they are due. `score_BL` sum up to rewards."""
+    def _count(self, metrics: dict, measure_BM: Tensor, status_B: Tensor, score_BL: Tensor, watch: bool = True) -> None:
+        """Adds the metrics of a batch's weights, and with `watch` warns where due. `score_BL` sum up to rewards."""
         metrics.update({f"oar/{name}": value for name, value in summarize(measure_BM, status_B).items()})
-        if not getattr(self, "local_trigger_step", 0):  # of a step with several batches, the first
+        if watch:
             self._credit.watch.see(self.global_steps, metrics, score_BL.sum(-1).nanmean().item())
 
 

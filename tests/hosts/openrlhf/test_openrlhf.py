@@ -289,7 +289,7 @@ def test_parts_are_filled_by_length(lengths, most, parts):
 )
 def test_what_cannot_work_is_refused_before_anything_runs(patched, folder, words, settings, message):
     args = patched.args(*batch.words(folder, *words, *(() if settings is None else plugin_words(**settings))))
-    with pytest.raises(OarConfigError, match=r"allowed|less than|left") as refused:
+    with pytest.raises(OarConfigError, match=r"allowed|less than|removed") as refused:
         patched.maker.load_advantage_plugin(args, world.make_tokenizer())
     assert message in str(refused.value)
 
