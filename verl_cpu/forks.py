@@ -136,7 +136,7 @@ def serve(listener: socket.socket) -> None:
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
-    forks = dict[int, socket.socket]()
+    forks, number = dict[int, socket.socket](), 0
     while True:
         ready, _, _ = select.select([listener.fileno(), woken], [], [])
         if woken in ready:
@@ -144,6 +144,7 @@ def serve(listener: socket.socket) -> None:
             _report_ended(forks)
         if listener.fileno() in ready:
             connection, _ = listener.accept()
+            number += 1
             process = os.fork()
             if process == 0:
                 signal.set_wakeup_fd(-1)
@@ -153,8 +154,19 @@ def serve(listener: socket.socket) -> None:
                 os.close(woken)
                 os.close(wake)
                 atexit.register(gc.unfreeze)  # or nanobind reports objects that nobody has freed
+                _draw_ids(64 * number)
                 _run(connection, imported)
             forks[process] = connection
+
+
+def _draw_ids(count: int) -> None:
+    """Move Ray's random ids on. Every fork would go on where the imports have left them, and two workers that start at the same
+    time would make an object of one id, at which Ray ends them ("Seal() called on an object without a reference to it").
+    """
+    import ray
+
+    for _ in range(count):
+        ray.ObjectRef.from_random()
 
 
 def _report_ended(forks: dict[int, socket.socket]) -> None:
