@@ -487,3 +487,23 @@ def test_a_message_of_somebody_else_ends_the_transfer_and_is_not_unpickled(tmp_p
     with pytest.raises(SafetensorError):
         asyncio.run(transfer())
     assert not (tmp_path / "made").exists()
+
+
+@needs_verl
+def test_rays_random_ids_differ_in_forks():
+    """Two workers that start at the same time would otherwise make one object, at which Ray ends them."""
+    program = """
+import os, ray
+from verl_cpu.forks import _draw_ids
+ray.ObjectRef.from_random()  # as the imports of the server do
+for number in (0, 0, 1, 2):
+    if os.fork() == 0:
+        _draw_ids(64 * number)
+        os.write(1, f"{ray.ObjectRef.from_random().hex()}\\n".encode())
+        os._exit(0)
+    os.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PROCESS_S)
+    same, again, *others = done.stdout.split()
+    assert same == again, "or the draws are not needed any more"
+    assert len({same, *others}) == 3
