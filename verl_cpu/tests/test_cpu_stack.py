@@ -503,7 +503,9 @@ for number in (0, 0, 1, 2):
         os._exit(0)
     os.wait()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PROCESS_S)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PROCESS_S
+    )
     same, again, *others = done.stdout.split()
     assert same == again, "or the draws are not needed any more"
     assert len({same, *others}) == 3
