@@ -119,7 +119,7 @@ class Watched(OarGRPOTrainer):
             seen = Seen(done.step, output, plain_B, done.importance_BL, done.segments_BL, done.status_B)
             self.seen.append(seen)
             if self.compare is not None:
-                known = {"predictor": self.predictor, "advantages": plain_B} if self._credit.predictor else {}
+                known = {"predictor": self.predictor} if self._credit.predictor else {}
                 with self.accelerator.autocast():
                     seen.ask(self.model, temperature=self.temperature, **known, **self.compare)
                 self.predictor = seen.credit.predictor
