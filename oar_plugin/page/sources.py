@@ -53,8 +53,8 @@ def files(source: Path) -> list[Path]:
     """Returns the files of a source. ValueError: there are none, or those of several dumps."""
     if not source.is_dir():
         return [source]
-    own, below = ([file for file in search("step_*.jsonl") if step_of(file)] for search in (source.glob, source.rglob))
-    found = own or below
+    found = [file for file in source.rglob("step_*.jsonl") if step_of(file)]
+    found = [file for file in found if file.parent == source] or found
     if not found:
         raise ValueError(f"{source}: no step_N.jsonl below it; did the run set algorithm.oar.dump.dir?")
     if len(dumps := sorted({str(file.parent) for file in found})) > 1:

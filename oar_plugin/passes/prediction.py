@@ -13,7 +13,7 @@ from torch import Tensor
 from oar_plugin.config import PREFIX, OarConfig
 from oar_plugin.credit.noise import uniform
 from oar_plugin.credit.regression import DECAY, FEATURES, Regression, token_features
-from oar_plugin.output import logger, times
+from oar_plugin.output import logger
 from oar_plugin.passes.gradient import Packed, Scores
 from oar_plugin.passes.taps import to_device
 
@@ -77,6 +77,7 @@ class Predictor:
         self.share, self._least, self.mean_log = share, least_overlap, 0.0
         self._measured = torch.zeros(4, dtype=torch.float64)  # sums over responses, of this rank and step
         self._agreed = 0.0, 0.0  # sums of overlaps and of responses, where earlier ones count less
+        self._warned = False
 
     @property
     def ready(self) -> bool:
@@ -104,14 +105,14 @@ class Predictor:
         self._agreed = DECAY * self._agreed[0] + overlap, DECAY * self._agreed[1] + measured
         too_little = self._agreed[0] < self._least * self._agreed[1]
         if too_little and self._agreed[1] >= FEWEST and self.share < 1:
-            if times("predictions agree too little", id(self)) == 1:
+            if not self._warned:
                 mean = self._agreed[0] / self._agreed[1]
                 logger.warning(
                     "OAR: predictions share %.0f %% of the top tokens of computed scores, less than %s=%g: the share of scored "
                     "responses is doubled until they agree more; see the metrics oar/amortize/overlap and oar/amortize/share",
                     100 * mean, f"{PREFIX}.amortize.least_overlap", self._least,
                 )  # fmt: skip
-            self.share, self._agreed = min(1.0, 2 * self.share), (0.0, 0.0)
+            self.share, self._agreed, self._warned = min(1.0, 2 * self.share), (0.0, 0.0), True
 
     def wanted(self, size: Callable[[], Tensor]) -> float:
         """The share of the responses to score, in a step of this `size`.

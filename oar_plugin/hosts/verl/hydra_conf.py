@@ -40,11 +40,11 @@ def mentions_oar(arguments: Sequence[str]) -> bool:
 def misspelt(arguments: Sequence[str]) -> str | None:
     """The fault in how a command line chooses a preset or names OAR's keys, and what to write; None: there is none."""
     for word in arguments:
-        if word.lstrip("+").startswith("oar=") and (message := left(word.lstrip("+"))):
+        key, equals, value = (bare := word.lstrip("+")).partition("=")
+        if key == "oar" and (message := left(bare)):
             return f"{word}: {message}"
         if word.startswith("+oar="):
-            return f"{word}: presets are chosen without the plus sign; write {word[1:]}"
-        key, equals, value = word.lstrip("+").partition("=")
+            return f"{word}: presets are chosen without the plus sign; write {bare}"
         outside = key.startswith("oar.")  # where nothing reads it
         key = f"algorithm.{key}" if outside else key
         if equals and key.startswith(f"{PREFIX}.") and ((fault := unknown_key(key.split(".")[2:])) or outside):

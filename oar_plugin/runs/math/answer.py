@@ -45,7 +45,7 @@ _AFTER = re.compile(
     rf"(?:\s*\^\{{?\d\}}?)?$|\s*{_TEXT.pattern}(?:\s*\^\{{?\d\}}?)?$|\s+{_UNIT}(?:(?:\s*/\s*{_UNIT})+|(?<=[\d}}]))$|\s*[^\x00-\u03ff\W\d_]+$"
 )
 _REASON = re.compile(
-    r"(?s)\s*[,;(–—\s-]\s*(?:because|since|which|therefore|thus|hence|so|as (?:required|expected))\b.*"
+    r"(?s)\s*(?:[,;(–—-]\s*|\s)(?:because|since|which|therefore|thus|hence|so|as (?:required|expected))\b.*"
 )
 _OTHER_MEANING = re.compile(  # `5 million`, `5 and a half`, `5 or more`, `less than 5`, `5万`, `5-10`, `> 5`
     r"(?i)(?<!\\)\b(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|hundred|thousand|[bmtr]+illion|no"
