@@ -8,7 +8,6 @@ Functions that call math-verify run in the processes of a `pool`: some expressio
 import functools
 import logging
 import unicodedata
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -24,34 +23,31 @@ _find = make_finder(OarConfig().answer_patterns)
 _nfkc = functools.partial(unicodedata.normalize, "NFKC")
 
 # What math-verify cannot read, or reads otherwise: `3e2` as 3 times e times 2, `10 000` as 0. In this order.
-_CHARACTERS = str.maketrans(
-    {"∞": r"\infty ", "·": r"\cdot ", "×": r"\times ", "°": r"^\circ ", "、": ",", "−": "-", "⁄": "/"}
-)
+_SIGNS = {"∞": r"\infty ", "·": r"\cdot ", "×": r"\times ", "°": r"^\circ ", "、": ",", "−": "-", "⁄": "/"}
 _NOTATION: list[tuple[str, Any]] = [
     ("[⁰¹²³⁴-⁹⁺⁻ⁿⁱ]+", lambda m: f"^{{{_nfkc(m[0])}}}"),
     ("[₀-₉ₙ]+", lambda m: f"_{{{_nfkc(m[0])}}}"),
     ("[½⅓⅔¼¾⅕-⅞]", lambda m: r"\frac{{{}}}{{{}}}".format(*_nfkc(m[0]).split("⁄"))),
-    ("(?s).+", lambda m: _nfkc(m[0]).translate(_CHARACTERS)),
+    ("(?s).+", lambda m: _nfkc(m[0]).translate(str.maketrans(_SIGNS))),
     (r"\^\\circ [CF]\b", ""),
     (r"^\s*[–—‑‐]|(?<=\d)[‑‐](?=\d)", "-"),
     (r"(?:\bUS)?\\?\p{Sc}|(?<!\\)\\[()\[\]]", " "),  # the `$` of mathematics, and money
-    (r"^\s+|[\s.,;:]+$", ""),
+    (r"\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|mathbf)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\s+", " "),
+    (r"^ |(?<![ .,;:])[ .,;:]+$", ""),
     (r"\^(-\d+|\\d?frac\{\d+\}\{\d+\})", r"^{\1}"),
-    (
-        r"(?:[(\[]|\\\{)-?\d{1,3}(?:,\d{3})+\s*(?:[)\]]|\\\})",
-        lambda m: m[0].replace(",", ", "),
-    ),  # no thousands: `(1,200)`
+    # `(1,200)` is a point, `(1,200, 2)` has thousands.
+    (r"(?:[(\[]|\\\{)-?\d{1,3}(?:,\d{3})+\s*(?:[)\]]|\\\})", lambda m: m[0].replace(",", ", ")),
     (r"(?<![\w.,])[1-9]\d{0,2}(?:(?:\\[,;:!> ]|\{,\}|[ ~'’,])\d{3})+(?!\d|,\d)", lambda m: regex.sub(r"\D", "", m[0])),
     (r"(?:√|(?<![\\A-Za-z])sqrt)\s*(\([^()]*\)|\d+(?:\.\d+)?|[A-Za-z]|\\d?frac\{[^{}]*\}\{[^{}]*\})", r"\\sqrt{\1}"),
     (r"√|(?<![\\A-Za-z])sqrt", r"\\sqrt"),
     (r"(?<![\w.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
     (
-        r"(?<![\w.^}])(?:(\d*\.?\d+)[eE]|(?<!/)(\d*\.?\d+)\s*(?:\\times|\\cdot|\\ast|[*•]|[xX](?=\s*10\s*\^))\s*\{?10\}?\s*"
+        r"(?<![\w.^}])(?:(\d+(?:\.\d+)?|\.\d+)[eE]|(?<!/)(\d+(?:\.\d+)?|\.\d+)\s*(?:\\times|\\cdot|\\ast|[*•]|[xX](?=\s*10\s*\^))\s*\{?10\}?\s*"
         r"(?:\^|\*\*)\s*(\{\s*)?)([+-]?\d{1,3})(?(3)\s*\}|(?![\w.^{]))",
         lambda m: f"{Decimal(m[1] or m[2]).scaleb(int(m[4])):f}",
     ),
 ]
-_TEXT = regex.compile(r"\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
 # Words around a number that say nothing about it. With other words, math-verify finds no number.
 _BEFORE = regex.compile(
     r"(?i:^\s*(?:(?:about|approx\w*\.?|roughly|around|exactly|precisely|simply|just|only|both|(?:a |the )?total(?: of)?"
@@ -68,13 +64,14 @@ _UNIT = regex.compile(
     r"|(?:.\.)+.?|(?:lb|oz|ft|yd|mi|in|hr|pt|sq|cu)s?\.?"
 )
 _OTHER_MEANING = regex.compile(  # `5 million`, `5 and a half`, `5万`, `2 phi`
-    r"(?i)^\W*(?:and|or|but|not|than)\b|\b(?:one|two|zero|ten(?:th)?s?|alpha|beta|gamma|delta|theta|lambda|sigma|omega|p[hs]?i|abc)\b"
-    r"|\b(?:th(?:ree|ir)|four|fi[fv]|six|seven|eigh|nine|eleven|twel|twen|hundred|thousand|[a-z]+illion|dozen|hal[fv]|quarter|squared"
-    r"|cubed|factorial|least|most)|[万亿千百十半以或和到不]"
+    r"(?i)^\W*(?:and|or|but|not|than)\b|\b(?:one|two|zero|ten(?:th)?s?|alpha|beta|gamma|delta|theta|lambda|sigma|omega|p[hs]?i|abc"
+    r"|sin|cos|tan|log|mod)\b|\b(?:th(?:ree|ir)|four|fi[fv]|six|seven|eigh|nine|eleven|twel|twen|hundred|thousand|[a-z]+illion|dozen"
+    r"|hal[fv]|quarter|squared|cubed|factorial|least|most)|[万亿千百十半以或和到不]"
 )
+_FOLDED = r"[\s'’\u0300-\u036f]|(?<=\p{L})\.|(?<![\d.])0+(?=\d)"
 _OPTION = regex.compile(
-    r"(?s)(?:\(([A-Z])\)(?!\s*(?:and|or|[,&/;])?\s*\([A-Z]\))|([A-Z])\s*(?:[).:](?!\s*(?:and|or|[,&/;])?\s*[A-Z](?:[).:]|$))|$"
-    r"|(?:,|[–—]|-+\s)\s*(?=\p{L}{2})(?!(?:and|or)\s)))"
+    r"\(?([A-Z])(?:$|(?:\s*[).:]|\s*(?:,|[–—]|-+\s)\s*(?=\p{L}{2}))"
+    r"(?!\s*(?:(?:and|or)\s+\(?[A-Z]\b|[,&/;]?\s*\(?[A-Z](?:[).:]|$))))"
 )
 _NAME = regex.compile(  # dates, times, versions; words, but no product of letters (`ab`, `xyz`)
     r"\d\d?:[0-5]\d(?::\d\d)?|\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/.])\d\d?\2\d{4}|\d\d?/\d\d?/\d\d|\d+(?:\.\d+){2,}"
@@ -92,33 +89,27 @@ def compare(ground_truth: str, answer: str) -> bool | None:
 
     Decimals are compared to six places; numbers below 0.01 to five significant digits.
     """
-    plain = _plain(ground_truth), _plain(answer)
-    truth, given = (_TEXT.sub(r"\1", text).strip() for text in plain)
+    truth, given = _plain(ground_truth), _plain(answer)
     if regex.fullmatch(r"\(?[A-Z]\)?", truth) and (option := _OPTION.match(_BEFORE.sub("", given))):
-        return (option[1] or option[2]) == truth.strip("()")
+        return option[1] == truth.strip("()")
+    truth, given = _mathematics(truth), _mathematics(given)
     if "".join(truth.split()) == "".join(given.split()):
         return True
-    truth, given = map(_mathematics, plain)
-    names = _names(truth), _names(given)
-    if all(names) or regex.search(r"\d", str(names)):
-        return names[0] == names[1]
     known, parts = _parse(truth), _parse(given)
-    if not regex.search(r"\\circ|_|%", answer) and any(
-        map(_contradicts, parts)
-    ):  # degrees, bases: math-verify drops them
+    exact = not regex.search(r"\\circ|_|%", answer)  # math-verify drops degrees and bases
+    if exact and any(map(_contradicts, parts)):
         return False
-    places = max([0, *(place for part in (*known, *parts) for place in _leading_zeros(part))])
+    places = max(map(_leading_zeros, (*known, *parts)), default=0)
     # The pool limits the time. math-verify's own limit uses signals, which cannot interrupt a long operation on big numbers.
     equal = bool(verify(known, parts, 6 + places, 15 + places, timeout_seconds=None))
-    return None if not equal and all(isinstance(part, str) for part in parts) else equal
+    unparsed = all(isinstance(part, str) for part in parts) and not all(isinstance(part, str) for part in known)
+    return None if unparsed and not equal else equal
 
 
 def canonical(answer: str) -> str:
     """Return one text for all answers that are the same text or are parsed to one expression (5, 5.0, `x = 5`)."""
-    plain = _mathematics(_plain(answer))
-    parts = [part for part in _parse(plain) if not (isinstance(part, str) or _contradicts(part))]
-    names = _names(plain) or [str(nsimplify(unwrap_eq(part), rational=True)) for part in parts[:1]]
-    return ", ".join(names) or "".join(answer.split())
+    part = next((part for part in _parse(_mathematics(_plain(answer))) if not _contradicts(part)), answer)
+    return "".join((part if isinstance(part, str) else str(nsimplify(unwrap_eq(part), rational=True))).split())
 
 
 def _plain(text: str) -> str:
@@ -139,33 +130,29 @@ def _mathematics(plain: str) -> str:
     reason = r"(?s)\s*(?:[,;(–—-]\s*|\s)(?:because|since|which|therefore|thus|hence|so)\b.*|\s+\([a-z' -]{4,}\)$"
     if r"\begin" in (plain := regex.sub(reason, "", plain)):
         return plain
-    bare = regex.sub(r"\b(?:is|are|equals)\b", "=", _BEHIND.sub(unless_units, _TEXT.sub(r" \1 ", plain)))
+    bare = regex.sub(r"\b(?:is|are|equals)\b", "=", _BEHIND.sub(unless_units, plain))
     return _BEFORE.sub("", bare).lstrip(" ,;:=").rstrip(" .,;:") or plain
-
-
-def _names(text: str) -> list[str]:
-    """Return the words or dates of which an answer consists, in order, folded in case and accents; none of mathematics."""
-    texts = regex.split(r"\s*(?:[,;&]|\band\b|\bor\b)\s*", text.strip())
-    folded = [unicodedata.normalize("NFKD", each.casefold()) for each in texts if _NAME.fullmatch(each)]
-    names = [regex.sub(r"[\s'’\u0300-\u036f]|(?<=\p{L})\.|(?<![\d.])0+(?=\d)", "", each) for each in folded]
-    return sorted(names) if len(names) == len(texts) else []
 
 
 @functools.lru_cache(maxsize=1024)  # all responses of a group have the same ground truth
 def _parse(text: str) -> list[Any]:
-    """Return math-verify's parses of an expression; a string among them was not parsed as mathematics."""
+    """Return math-verify's parses of an expression; a string among them is no mathematics: words, or not parsed."""
+    texts = regex.split(r"\s*(?:[,;&]|\band\b|\bor\b)\s*", text.strip())
+    if all(map(_NAME.fullmatch, texts)):  # folded in case and accents; several of them in any order
+        folded = [unicodedata.normalize("NFKD", each.casefold()) for each in texts]
+        return [", ".join(sorted(regex.sub(_FOLDED, "", each) for each in folded))]
     # Between dollar signs, all of the text is one expression. math-verify knows a percentage by the sign behind them.
     number = text.rstrip("%\\ ")
     return list(parse(f"$${number}$${text[len(number) :]}", [LatexExtractionConfig()], parsing_timeout=None))
 
 
-def _leading_zeros(part: Any) -> Iterator[int]:
-    """Yield how many zeros follow the decimal point of each number in a parse, but for the first: 2 for 0.00025."""
-    if not getattr(part, "is_number", False):
-        for inner in part.flat() if hasattr(part, "flat") else getattr(part, "args", ()):
-            yield from _leading_zeros(inner)
-    elif (size := abs(part.evalf(5))).is_positive and size.is_finite:
-        yield int(-log(size, 10).evalf(5)) - 1
+def _leading_zeros(part: Any) -> int:
+    """Return how many zeros follow the decimal point of the smallest number in a parse, but for the first: 2 for 0.00025."""
+    if getattr(part, "is_number", False):
+        size = abs(part.evalf(5))
+        return max(0, int(-log(size, 10).evalf(5)) - 1) if size.is_positive and size.is_finite else 0
+    inner = part.flat() if hasattr(part, "flat") else getattr(part, "args", ())
+    return max(map(_leading_zeros, inner), default=0)
 
 
 def _contradicts(part: Any) -> bool:
@@ -176,7 +163,8 @@ def _contradicts(part: Any) -> bool:
 
 
 def warm_up() -> None:
-    """Load math-verify and its parser. It takes a second, which must not count against a comparison's time limit."""
+    """Load math-verify's parser. It takes a second, which must not count against a time limit. ImportError: it cannot parse."""
     # math-verify warns that its own time limits are off, and about every expression that it cannot parse.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    _parse(r"\frac{1}{2}")
+    if not compare(r"\frac12", "0.5"):
+        raise ImportError("math-verify does not find 0.5 equal to 1/2")
