@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from oar_plugin.output import INSTALL, logger, times
+from oar_plugin.output import INSTALL, cause, logger, times
 
 try:
     from oar_plugin.runs.math.answer import compare, final_answer, warm_up
     from oar_plugin.runs.math.pool import GuardedPool, TaskFailed
 
     warm_up()  # here and not in the pool alone: a grader that cannot grade must stop a run, not pay 0
-except ImportError as error:
-    raise ImportError(f"answers cannot be compared with a truth here: {error}; run {INSTALL} in a checkout") from error
+except Exception as error:  # a parser made for another antlr4 raises anything
+    raise ImportError(f"no answer can be compared here: {cause(error)}; run {INSTALL} in a checkout") from None
 
 LONGEST_ANSWER = 500  # in characters; longer ones are not compared: parsing time grows faster than the length
 

@@ -23,7 +23,7 @@ _find = make_finder(OarConfig().answer_patterns)
 _nfkc = functools.partial(unicodedata.normalize, "NFKC")
 
 # What math-verify cannot read, or reads otherwise: `3e2` as 3 times e times 2, `10 000` as 0. In this order.
-_SIGNS = {"∞": r"\infty ", "·": r"\cdot ", "×": r"\times ", "°": r"^\circ ", "、": ",", "−": "-", "⁄": "/"}
+_SIGNS: Any = {"∞": r"\infty ", "·": r"\cdot ", "×": r"\times ", "°": r"^\circ ", "、": ",", "−": "-", "⁄": "/"}
 _NOTATION: list[tuple[str, Any]] = [
     ("[⁰¹²³⁴-⁹⁺⁻ⁿⁱ]+", lambda m: f"^{{{_nfkc(m[0])}}}"),
     ("[₀-₉ₙ]+", lambda m: f"_{{{_nfkc(m[0])}}}"),
@@ -56,7 +56,7 @@ _BEFORE = regex.compile(
 )
 _BEHIND = regex.compile(  # words behind a number or a formula, up to the end of a part
     r"(?<=[\d.)}%π]|\\pi|(?<!\p{L})[a-z])(?:,?\s+|-|\s*/\s*(?=\p{L}{2})|(?=[^\x00-\u03ff]|(?:lb|oz|ft|ml|mi|yd|[kMGT][A-Z])\w?\b))"
-    r"((?:\p{L}|[\s/.'’-]|,\s|\\cdot\b|\^\s*\{?-?\d\}?)+?)(?=\s*(?:$|[,;=+)\]}]|-\s|\\\}|(?:and|or)\s))"
+    r"((?:\p{L}|[\s/.'’-]|,\s|\\cdot\b|\^\s*\{?-?\d\}?)+?)(?=\s*(?:$|[,;=+)\]}]|-\s|\\\}|(?:and|or)\s(?!\p{L}{2})))"
 )
 # What no reader takes for mathematics there: `eggs`, `kWh`, `PCs`, `m`, but neither `x` nor `xyz`.
 _UNIT = regex.compile(
