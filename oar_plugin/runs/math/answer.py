@@ -60,8 +60,8 @@ _BEHIND = regex.compile(  # words behind a number or a formula, up to the end of
 )
 # What no reader takes for mathematics there: `eggs`, `kWh`, `PCs`, `m`, but neither `x` nor `xyz`.
 _UNIT = regex.compile(
-    r"(?=.*[aeiou]).{3,}|.*[^\x00-\u03ff].*|[a-z]{0,2}[A-Z].+|[a-z][A-Z]|[acdkmnpµμ]?[mgl]|[hsAJKLNTVW]|[a-z]{1,2}p[hms]"
-    r"|(?:.\.)+.?|(?:lb|oz|ft|yd|mi|in|hr|pt|sq|cu)s?\.?"
+    r"(?=.*[aeiou]).{3,}|.*[^\x00-\u03ff].*|[a-z]{0,2}[A-Z].+|[a-z][A-Z]|[acdkmnpµμ]?[mgl]|[hsAJKLNTVWΩ]|[a-z]{1,2}p[hms]"
+    r"|(?:.\.)+.?|(?:lb|oz|ft|yd|mi|in|hr|pt|qt|tb?sp|sq|cu)s?\.?"
 )
 _OTHER_MEANING = regex.compile(  # `5 million`, `5 and a half`, `5万`, `2 phi`
     r"(?i)^\W*(?:and|or|but|not|than)\b|\b(?:one|two|zero|ten(?:th)?s?|alpha|beta|gamma|delta|theta|lambda|sigma|omega|p[hs]?i|abc"
@@ -137,7 +137,7 @@ def _mathematics(plain: str) -> str:
 @functools.lru_cache(maxsize=1024)  # all responses of a group have the same ground truth
 def _parse(text: str) -> list[Any]:
     """Return math-verify's parses of an expression; a string among them is no mathematics: words, or not parsed."""
-    texts = regex.split(r"\s*(?:[,;&]|\band\b|\bor\b)\s*", text.strip())
+    texts = regex.split(r"\s*(?:[,;&]|\band\b|\bor\b)\s*", text.strip("\\{} "))
     if all(map(_NAME.fullmatch, texts)):  # folded in case and accents; several of them in any order
         folded = [unicodedata.normalize("NFKD", each.casefold()) for each in texts]
         return [", ".join(sorted(regex.sub(_FOLDED, "", each) for each in folded))]
