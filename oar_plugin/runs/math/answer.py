@@ -35,6 +35,7 @@ _NOTATION: list[tuple[str, Any]] = [
     (r"\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|mathbf)\s*\{([^{}]*)\}", r" \1 "),
     (r"\s+", " "),
     (r"^ |(?<![ .,;:])[ .,;:]+$", ""),
+    (r"(?<=(?<![\\\p{L}])\p{L}) ?(?:\\cdot|\*) ?(?=\p{L}(?!\p{L}))", " "),  # `A \cdot B` is AB
     (r"\^(-\d+|\\d?frac\{\d+\}\{\d+\})", r"^{\1}"),
     # `(1,200)` is a point, `(1,200, 2)` has thousands.
     (r"(?:[(\[]|\\\{)-?\d{1,3}(?:,\d{3})+\s*(?:[)\]]|\\\})", lambda m: m[0].replace(",", ", ")),
