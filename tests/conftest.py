@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import sys
 
 import hypothesis
 import pytest
@@ -39,6 +40,17 @@ def _warnings_are_heard(caplog):
     """Also those that a test before has logged, and after vLLM's API server, which raises the level of all handlers."""
     caplog.handler.setLevel(0)
     output._times.clear()
+
+
+@pytest.fixture
+def no_grader(monkeypatch):
+    """The runtime of math-verify's parser is missing, and no module is loaded that has found it."""
+    ours = {f"oar_plugin.{name}" for name in ("runs.math.answer", "runs.reward", "runs.evaluate.table")}
+    for name in [*sys.modules]:
+        if name in ours or name.partition(".")[0] in ("math_verify", "latex2sympy2_extended"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("oar_plugin.runs.reward", raising=False)
+    monkeypatch.setitem(sys.modules, "antlr4", None)
 
 
 @pytest.fixture(scope="session")

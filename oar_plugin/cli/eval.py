@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         say(f"{_evaluate(args, methods, baseline)}written to {args.out}: results.json, table.md and the responses")
         return 0
-    except (EvaluationError, OSError) as error:
+    except (EvaluationError, ImportError, OSError) as error:
         _tell(error)
         return 1
 

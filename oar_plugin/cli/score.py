@@ -3,7 +3,6 @@
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from statistics import mean, stdev
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from oar_plugin.config import OarConfig
 from oar_plugin.front_door import importance
-from oar_plugin.output import INSTALL, say
+from oar_plugin.output import say
 from oar_plugin.page.record import Response
 from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.runs.evaluate import EvaluationError
@@ -86,8 +85,6 @@ def _read(file: Path) -> Iterator[tuple[str, Text]]:
     """Yields an id and the text of each line. A text with a truth and without a reward gets the recipes' reward."""
     for number, text in rows_of(file, Text):
         if text.reward is None and text.truth is not None:
-            if missing := [name for name in ("math_verify", "pebble") if find_spec(name) is None]:
-                raise ImportError(f"a truth without a reward needs {' and '.join(missing)}: {INSTALL} in a checkout")
             from oar_plugin.runs.reward import compute_score
 
             text.reward = compute_score(text.source, text.response, text.truth)["score"]

@@ -6,7 +6,6 @@ default of `algorithm.oar.answer_patterns` finds: a box before `#### ...` and `t
 """
 
 import atexit
-import importlib.util
 import threading
 from collections.abc import Iterator
 from decimal import Decimal
@@ -14,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from oar_plugin.output import INSTALL, logger, times
+from oar_plugin.output import INSTALL, cause, logger, times
 
-if _missing := [name for name in ("math_verify", "pebble") if importlib.util.find_spec(name) is None]:
-    raise ImportError(f"{__name__} requires {' and '.join(_missing)}; on every node, run {INSTALL} in a checkout")
+try:
+    from oar_plugin.runs.math.answer import compare, final_answer, warm_up
+    from oar_plugin.runs.math.pool import GuardedPool, TaskFailed
 
-from oar_plugin.runs.math.answer import compare, final_answer, warm_up
-from oar_plugin.runs.math.pool import GuardedPool, TaskFailed
+    warm_up()  # here and not in the pool alone: a grader that cannot grade must stop a run, not pay 0
+except Exception as error:  # a parser made for another antlr4 raises anything
+    raise ImportError(f"no answer can be compared here: {cause(error)}; run {INSTALL} in a checkout") from None
 
 LONGEST_ANSWER = 500  # in characters; longer ones are not compared: parsing time grows faster than the length
 

@@ -14,6 +14,7 @@ import oar_plugin
 from benchmarks.tiny.model import Shape, model_of
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.cli.main import main
+from oar_plugin.output import INSTALL
 from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.sources import read
 from tests.page.dumped import HEADER, write_dump
@@ -111,11 +112,10 @@ def test_a_row_is_read_as_it_is_meant_or_refused_with_its_line(row, read, here, 
         assert [[found.prompt, found.truth, found.reward] for found in scored()[0]] == [read]
 
 
-def test_grading_without_its_package_says_what_to_install_here(here, model_folder, capsys, monkeypatch):
-    monkeypatch.setattr("oar_plugin.cli.score.find_spec", lambda name: None)
+def test_grading_without_its_package_says_what_to_install_here(here, model_folder, capsys, no_grader):
     assert main(["inspect", "mine.jsonl", "--model", str(model_folder)]) == 1
-    assert "a truth without a reward needs math_verify and pebble: pip install" in (said := capsys.readouterr().err)
-    assert "node" not in said
+    assert "no answer can be compared here: ModuleNotFoundError" in (said := capsys.readouterr().err)
+    assert INSTALL in said
 
 
 @pytest.mark.parametrize(

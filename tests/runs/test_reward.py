@@ -2,11 +2,15 @@
 
 import logging
 import math
+import os
+import subprocess
+import sys
 from decimal import Decimal
 
 import numpy as np
 import pytest
 
+from oar_plugin.output import INSTALL
 from oar_plugin.runs import reward
 from oar_plugin.runs.math.answer import final_answer
 from oar_plugin.runs.reward import compute_score
@@ -79,6 +83,19 @@ def test_an_answer_that_takes_for_ever_pays_nothing_and_is_flagged(caplog):
     assert (row["score"], row["failed"]) == (0.0, 1.0)
     assert "the reward is 0" in caplog.text
     assert compute_score("test", r"\boxed{14/2}", "7")["score"] == 1.0
+
+
+@pytest.mark.parametrize("version", ["4.7.2", "4.13.2"])  # unknown to math-verify's parser, and not the installed one
+def test_a_grader_that_cannot_parse_is_refused_when_it_is_loaded(version, tmp_path):
+    info = tmp_path / f"antlr4_python3_runtime-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: antlr4-python3-runtime\nVersion: {version}\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", "import oar_plugin.runs.reward"]
+    refused = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith("ImportError: no answer can be compared here: ")
+    assert INSTALL in refused.stderr
 
 
 @pytest.mark.skipif(not MATH_RESPONSES.is_file(), reason="no responses of a real model here")

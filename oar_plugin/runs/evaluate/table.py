@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from oar_plugin.output import printable
+from oar_plugin.runs import reward  # first: it refuses a grader that cannot grade
 from oar_plugin.runs.evaluate.responses import ProblemSet
 from oar_plugin.runs.math.answer import canonical, final_answer
 from oar_plugin.runs.math.pool import TaskFailed
-from oar_plugin.runs.reward import LONGEST_ANSWER, compute_score, start_pool
 
 Values = NDArray[np.float64]
 Metrics = dict[str, Values]  # avg@K, pass@K and maj@K of each problem, shape (P,); with K = 1 only avg@1
@@ -34,19 +34,20 @@ def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Met
     keys = [(place, final_answer(text)) for place, text in texts]
     text_of = dict(zip(keys, (text for _, text in texts), strict=True))  # the reward takes a whole response
     processes = max(2, min(16, os.cpu_count() or 2))
-    pool = start_pool(processes, timeout_s=10.0)  # the reward uses it, too
+    pool = reward.start_pool(processes, timeout_s=10.0)  # the reward uses it, too
 
     def judge(key: tuple[int, str | None]) -> tuple[bool, str | None]:
         """Return whether it is right, and a name that is equal for answers that mean the same; None without an answer."""
         place, answer = key
         if answer is None:
             return False, None
-        score = compute_score(problems.name, text_of[key], problems.problems[place][1])
+        if reward.compute_score(problems.name, text_of[key], problems.problems[place][1])["acc"] == 1.0:
+            return True, ""  # all right answers, whatever their notation
         name = "".join(answer.split())
-        if len(answer) <= LONGEST_ANSWER:
+        if len(answer) <= reward.LONGEST_ANSWER:
             with suppress(TaskFailed):
                 name = pool.run(canonical, answer)
-        return score["acc"] == 1.0, name
+        return False, name
 
     with ThreadPoolExecutor(processes) as threads:
         judged = dict(zip(text_of, threads.map(judge, text_of), strict=True))
@@ -61,7 +62,6 @@ def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Met
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """Return maj@K of one problem: the mean grade of the responses with the most frequent answer (or answers); None is none."""
-    # Even one canonical answer needs a mean: its responses can have different grades.
     votes = Counter(answer for answer in answers if answer is not None)
     chosen = [answer for answer, count in votes.items() if count == max(votes.values())]
     grades = [right for answer, right in zip(answers, correct, strict=True) if answer in chosen]

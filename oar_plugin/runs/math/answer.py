@@ -7,55 +7,76 @@ Functions that call math-verify run in the processes of a `pool`: some expressio
 
 import functools
 import logging
-import re
 import unicodedata
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
+
+import regex
+from math_verify import LatexExtractionConfig, parse, verify
+from math_verify.grader import unwrap_eq
+from sympy import Eq, log, nsimplify
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import make_finder
 
 _find = make_finder(OarConfig().answer_patterns)
+_nfkc = functools.partial(unicodedata.normalize, "NFKC")
 
-# What math-verify cannot read, or reads otherwise: `3e2` as 3 times e times 2, `10 000` as 0.
-_CHARACTERS = str.maketrans(
-    dict(zip("∞·×°、−⁄", [r"\infty ", r"\cdot ", r"\times ", r"^\circ ", ",", "-", "/"], strict=True))
-)
-_RAISED = re.compile("(?P<up>[⁰¹²³⁴-⁹⁺⁻ⁿⁱ]+)|(?P<down>[₀-₉ₙ]+)|(?P<fraction>[½⅓⅔¼¾⅕-⅞])")
-_MATH_MODE = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])")
-_ROOT = re.compile(
-    r"(?:√|(?<![\\A-Za-z])sqrt)\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]|\\d?frac\{[^{}]*\}\{[^{}]*\})|(?=\{))"
-)
-_THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:(?:\\[,;:!> ]|\{,\}|[ ~'’])\d{3})+(?!\d)")
-_MIXED = re.compile(r"(?<![\w.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
-_SCIENTIFIC = re.compile(
-    r"(?<![\w.^}])(?P<a>\d+(?:\.\d+)?|\.\d+)[eE](?P<b>[+-]?\d{1,3})(?![\w.{])|(?<![\w.^}/])(?P<c>\d+(?:\.\d+)?|\.\d+)\s*"
-    r"(?:\\times|\\cdot|\\ast|[*•]|[xX](?=\s*10\s*\^))\s*\{?10\}?\s*(?:\^|\*\*)\s*\{?\s*(?P<d>[+-]?\d{1,3})(?:\s*\}|(?![\d.^]))"
-)
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|mathbf)\s*\{([^{}]*)\}")
+# What math-verify cannot read, or reads otherwise: `3e2` as 3 times e times 2, `10 000` as 0. In this order.
+_SIGNS: Any = {"∞": r"\infty ", "·": r"\cdot ", "×": r"\times ", "°": r"^\circ ", "、": ",", "−": "-", "⁄": "/"}
+_NOTATION: list[tuple[str, Any]] = [
+    ("[⁰¹²³⁴-⁹⁺⁻ⁿⁱ]+", lambda m: f"^{{{_nfkc(m[0])}}}"),
+    ("[₀-₉ₙ]+", lambda m: f"_{{{_nfkc(m[0])}}}"),
+    ("[½⅓⅔¼¾⅕-⅞]", lambda m: r"\frac{{{}}}{{{}}}".format(*_nfkc(m[0]).split("⁄"))),
+    ("(?s).+", lambda m: _nfkc(m[0]).translate(str.maketrans(_SIGNS))),
+    (r"\^\\circ [CF]\b", ""),
+    (r"^\s*[–—‑‐]|(?<=\d)[‑‐](?=\d)", "-"),
+    (r"(?:\bUS)?\\?\p{Sc}|(?<!\\)\\[()\[\]]", " "),  # the `$` of mathematics, and money
+    (r"\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|mathbf)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\s+", " "),
+    (r"^ |(?<![ .,;:])[ .,;:]+$", ""),
+    (r"(?<=(?<![\\\p{L}])\p{L}) ?(?:\\cdot|\*) ?(?=\p{L}(?!\p{L}))", " "),  # `A \cdot B` is AB
+    (r"\^(-\d+|\\d?frac\{\d+\}\{\d+\})", r"^{\1}"),
+    # `(1,200)` is a point, `(1,200, 2)` has thousands.
+    (r"(?:[(\[]|\\\{)-?\d{1,3}(?:,\d{3})+\s*(?:[)\]]|\\\})", lambda m: m[0].replace(",", ", ")),
+    (r"(?<![\w.,])[1-9]\d{0,2}(?:(?:\\[,;:!> ]|\{,\}|[ ~'’,])\d{3})+(?!\d|,\d)", lambda m: regex.sub(r"\D", "", m[0])),
+    (r"(?:√|(?<![\\A-Za-z])sqrt)\s*(\([^()]*\)|\d+(?:\.\d+)?|[A-Za-z]|\\d?frac\{[^{}]*\}\{[^{}]*\})", r"\\sqrt{\1}"),
+    (r"√|(?<![\\A-Za-z])sqrt", r"\\sqrt"),
+    (r"(?<![\w.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
+    (
+        r"(?<![\w.^}])(?:(\d+(?:\.\d+)?|\.\d+)[eE]|(?<!/)(\d+(?:\.\d+)?|\.\d+)\s*(?:\\times|\\cdot|\\ast|[*•]|[xX](?=\s*10\s*\^))\s*\{?10\}?\s*"
+        r"(?:\^|\*\*)\s*(\{\s*)?)([+-]?\d{1,3})(?(3)\s*\}|(?![\w.^{]))",
+        lambda m: f"{Decimal(m[1] or m[2]).scaleb(int(m[4])):f}",
+    ),
+]
 # Words around a number that say nothing about it. With other words, math-verify finds no number.
-_BEFORE = re.compile(
-    r"(?i)^\s*(?:(?:about|approximately|approx\.?|roughly|around|exactly|precisely|simply|just|only|(?:a |the )?total(?: of)?"
-    r"|equals?(?: to)?|US(?=\\?\$)|USD|Rs\.?|option|choice|[€£¥₹≈~:]|\\approx)\s*)+|^(?=[^=]*[A-Za-z]{3})[A-Za-z' ]+=(?=[^=]*$)"
+_BEFORE = regex.compile(
+    r"(?i:^\s*(?:(?:about|approx\w*\.?|roughly|around|exactly|precisely|simply|just|only|both|(?:a |the )?total(?: of)?"
+    r"|equals?(?: to)?|Rs\.?|option|choice|answer|[≈~:]|\\approx)\s*)+)|^\s*[A-Z]{3}(?=\s*\d)"
+    r"|^(?=[^=]*[A-Za-z]{3})[A-Za-z' ]+=(?=[^=]*$)"
 )
-_UNIT = r"(?:[kcm]?m|[km]?g|s|h|mol|k?J|erg|N|W|V|L)(?:\^?\{?-?\d\}?)?"
-_AFTER = re.compile(
-    r"\s*\([a-z -]*\)$|(?:\s+(?:(?=[A-Za-z'’-]{3})(?=[^\saeiou]*[aeiou])[A-Za-z'’-]+|of|in|to|by|at|an?|on)(?![\w(^{]))+"
-    rf"(?:\s*\^\{{?\d\}}?)?$|\s*{_TEXT.pattern}(?:\s*\^\{{?\d\}}?)?$|\s+{_UNIT}(?:(?:\s*/\s*{_UNIT})+|(?<=[\d}}]))$|\s*[^\x00-\u03ff\W\d_]+$"
+_BEHIND = regex.compile(  # words behind a number or a formula, up to the end of a part
+    r"(?<=[\d.)}%π]|\\pi|(?<!\p{L})[a-z])(?:,?\s+|-|\s*/\s*(?=\p{L}{2})|(?=[^\x00-\u03ff]|(?:lb|oz|ft|ml|mi|yd|[kMGT][A-Z])\w?\b))"
+    r"((?:\p{L}|[\s/.'’-]|,\s|\\cdot\b|\^\s*\{?-?\d\}?)+?)(?=\s*(?:$|[,;=+)\]}]|-\s|\\\}|(?:and|or)\s(?!\p{L}{2})))"
 )
-_REASON = re.compile(
-    r"(?s)\s*(?:[,;(–—-]\s*|\s)(?:because|since|which|therefore|thus|hence|so|as (?:required|expected))\b.*"
+# What no reader takes for mathematics there: `eggs`, `kWh`, `PCs`, `m`, but neither `x` nor `xyz`.
+_UNIT = regex.compile(
+    r"(?=.*[aeiou]).{3,}|.*[^\x00-\u03ff].*|[a-z]{0,2}[A-Z].+|[a-z][A-Z]|[acdkmnpµμ]?[mgl]|[hsAJKLNTVWΩ]|[a-z]{1,2}p[hms]"
+    r"|(?:.\.)+.?|(?:lb|oz|ft|yd|mi|in|hr|pt|qt|tb?sp|sq|cu)s?\.?"
 )
-_OTHER_MEANING = re.compile(  # `5 million`, `5 and a half`, `5 or more`, `less than 5`, `5万`, `5-10`, `> 5`
-    r"(?i)(?<!\\)\b(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|hundred|thousand|[bmtr]+illion|no"
-    r"|dozen|hal(?:f|ves)|thirds?|fourths?|quarters?|fifths?|squared|cubed|factorial|power|root|plus|minus|times|negative|modulo|up"
-    r"|divided|not|never|than|least|most|more|less|fewer|greater|higher|lower|between|over|under|above|below|except|but|excluding"
-    r"|besides|phi|psi|alpha|beta|gamma|delta|theta|lambda|sigma|omega)\b|n't\b|[万亿千百十半以或和到不]|\d\s*[–—~]\s*\d"
-    r"|^\s*(?:[<>≤≥≠]|\\(?:[gl]eq?|neq?|[gl]t)\b)"
+_OTHER_MEANING = regex.compile(  # `5 million`, `5 and a half`, `5万`, `2 phi`
+    r"(?i)^\W*(?:and|or|but|not|than)\b|\b(?:one|two|zero|ten(?:th)?s?|alpha|beta|gamma|delta|theta|lambda|sigma|omega|p[hs]?i|abc"
+    r"|sin|cos|tan|log|mod)\b|\b(?:th(?:ree|ir)|four|fi[fv]|six|seven|eigh|nine|eleven|twel|twen|hundred|thousand|[a-z]+illion|dozen"
+    r"|hal[fv]|quarter|squared|cubed|factorial|least|most)|[万亿千百十半以或和到不]"
 )
-_OPTION = re.compile(
-    r"(?s)(?:\(([A-Z])\)(?!\s*(?:and|or|[,&/;])?\s*\([A-Z]\))|([A-Z])\s*(?:[).:](?!\s*(?:and|or|[,&/;])?\s*[A-Z](?:[).:]|$))|$))"
+_FOLDED = r"[\s'’\u0300-\u036f]|(?<=\p{L})\.|(?<![\d.])0+(?=\d)"
+_OPTION = regex.compile(
+    r"\(?([A-Z])(?:$|(?:\s*[).:]|\s*(?:,|[–—]|-+\s)\s*(?=\p{L}{2}))"
+    r"(?!\s*(?:(?:and|or)\s+\(?[A-Z]\b|[,&/;]?\s*\(?[A-Z](?:[).:]|$))))"
+)
+_NAME = regex.compile(  # dates, times, versions; words, but no product of letters (`ab`, `xyz`)
+    r"\d\d?:[0-5]\d(?::\d\d)?|\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/.])\d\d?\2\d{4}|\d\d?/\d\d?/\d\d|\d+(?:\.\d+){2,}"
+    r"|(?=.*\p{L}{2})(?=[A-Z]|.*[^\x00-\u03ff]|(?=.*\p{L}{3}).*(?:[aeiou]|[^\x00-\x7f]))\p{L}+(?:[\s'’.-]+\p{L}+)*"
 )
 
 
@@ -69,107 +90,82 @@ def compare(ground_truth: str, answer: str) -> bool | None:
 
     Decimals are compared to six places; numbers below 0.01 to five significant digits.
     """
-    from math_verify import verify
-
-    plain_truth, plain = _plain(ground_truth), _plain(answer)
-    truth, given = (_TEXT.sub(r"\1", text).strip() for text in (plain_truth, plain))
-    if re.fullmatch(r"\(?[A-Z]\)?", truth) and (option := _OPTION.match(_BEFORE.sub("", given))):
-        return (option[1] or option[2]) == truth.strip("()")
+    truth, given = _plain(ground_truth), _plain(answer)
+    if regex.fullmatch(r"\(?[A-Z]\)?", truth) and (option := _OPTION.match(_BEFORE.sub("", given))):
+        return option[1] == truth.strip("()")
+    truth, given = _mathematics(truth), _mathematics(given)
     if "".join(truth.split()) == "".join(given.split()):
         return True
-    if re.fullmatch(r"(?=.*[aeiou])[A-Za-z' -]{3,}", truth):  # math-verify would compare letters in any order
-        return "".join(truth.split()).casefold() == "".join(given.split()).casefold()
-    known, parts = _parse(plain_truth), _parse(_mathematics(plain))
-    if not re.search(r"\\circ|_|%", answer) and any(map(_contradicts, parts)):  # degrees, bases: math-verify drops them
+    known, parts = _parse(truth), _parse(given)
+    exact = not regex.search(r"\\circ|_|%", answer)  # math-verify drops degrees and bases
+    if exact and any(map(_contradicts, parts)):
         return False
-    places = max([0, *(place for part in (*known, *parts) for place in _leading_zeros(part))])
+    places = max(map(_leading_zeros, (*known, *parts)), default=0)
     # The pool limits the time. math-verify's own limit uses signals, which cannot interrupt a long operation on big numbers.
     equal = bool(verify(known, parts, 6 + places, 15 + places, timeout_seconds=None))
-    return None if not equal and all(isinstance(part, str) for part in parts) else equal
+    unparsed = all(isinstance(part, str) for part in parts) and not all(isinstance(part, str) for part in known)
+    return None if unparsed and not equal else equal
 
 
 def canonical(answer: str) -> str:
-    """Return one text for all answers that are parsed to one expression (5, 5.0, `x = 5`); without spaces if none is."""
-    from math_verify.grader import unwrap_eq
-    from sympy import nsimplify
-
-    for part in _parse(_mathematics(_plain(answer))):
-        if not (isinstance(part, str) or _contradicts(part)):
-            return str(nsimplify(unwrap_eq(part), rational=True))
-    return "".join(answer.split())
+    """Return one text for all answers that are the same text or are parsed to one expression (5, 5.0, `x = 5`)."""
+    part = next((part for part in _parse(_mathematics(_plain(answer))) if not _contradicts(part)), answer)
+    return "".join((part if isinstance(part, str) else str(nsimplify(unwrap_eq(part), rational=True))).split())
 
 
 def _plain(text: str) -> str:
-    """Return a text without math mode, in characters and numbers that math-verify can read."""
-
-    def raised(match: re.Match[str]) -> str:
-        plain = unicodedata.normalize("NFKC", match[0]).replace("−", "-")
-        if match["fraction"]:
-            fraction = r"\frac{{{}}}{{{}}}".format(*plain.split("⁄"))
-            alone = text[: match.start()].endswith(("√", "^", "/")) or _RAISED.match(text, match.end())
-            return f"{{{fraction}}}" if alone else fraction
-        return f"^{{{plain}}}" if match["up"] else f"_{{{plain}}}"
-
-    text = re.sub(r"°[CF]\b", "", unicodedata.normalize("NFKC", _RAISED.sub(raised, text))).translate(_CHARACTERS)
-    text = _MATH_MODE.sub(" ", re.sub(r"^\s*[–—‑‐]|(?<=\d)[‑‐](?=\d)", "-", text)).lstrip().rstrip(" .,;:\n")
-    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), re.sub(r"\^(-\d+)", r"^{\1}", text))
-    text = _ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}" if match[1] or match[2] else r"\sqrt", text)
-    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
-    return _SCIENTIFIC.sub(lambda m: f"{Decimal(m['a'] or m['c']).scaleb(int(m['b'] or m['d'])):f}", text)
+    """Return a text without math mode and money, in characters and numbers that math-verify can read."""
+    for pattern, replacement in _NOTATION:
+        text = regex.sub(pattern, replacement, text)
+    return text
 
 
 def _mathematics(plain: str) -> str:
-    """Return an answer of `_plain` without the words around it, `18` of `18 dollars per day`; empty if it says more."""
-    plain = _REASON.sub("", plain)
-    if r"\begin" in plain:
+    """Return an answer of `_plain` without words that say nothing about its value: `18` of `18 dollars per day`."""
+
+    def unless_units(match: Any) -> str:
+        words = regex.sub(r"\b(?:of|to|by|at|an?|on|as)\s|\^\s*\{?-?\d\}?", " ", match[1])
+        units = all(map(_UNIT.fullmatch, regex.split(r"(?:[\s,/-]|\\cdot)+", words.strip(" /-,"))))
+        return "" if units and not _OTHER_MEANING.search(match[0]) else match[0]
+
+    reason = r"(?s)\s*(?:[,;(–—-]\s*|\s)(?:because|since|which|therefore|thus|hence|so)\b.*|\s+\([a-z' -]{4,}\)$"
+    if r"\begin" in (plain := regex.sub(reason, "", plain)):
         return plain
-    if _OTHER_MEANING.search(_TEXT.sub(r" \1 ", plain)):
-        return ""
-    for text in (plain, _TEXT.sub(r" \1 ", plain)):  # a unit in \text{}, then an answer in \text{}
-        bare = re.sub(r"\b(?:is|are|equals)\b", "=", _AFTER.sub("", _AFTER.sub("", text)))
-        if bare := _BEFORE.sub("", _TEXT.sub(r" \1 ", bare)).lstrip(" ,;:=").rstrip(" .,;:"):
-            return bare
-    return plain
+    bare = regex.sub(r"\b(?:is|are|equals)\b", "=", _BEHIND.sub(unless_units, plain))
+    return _BEFORE.sub("", bare).lstrip(" ,;:=").rstrip(" .,;:") or plain
 
 
 @functools.lru_cache(maxsize=1024)  # all responses of a group have the same ground truth
 def _parse(text: str) -> list[Any]:
-    """Return math-verify's parses of an expression; a string among them was not parsed as mathematics."""
-    from math_verify import LatexExtractionConfig, parse
-
-    # In a box, all of the text is one expression; without one, math-verify would take a part.
-    targets = [LatexExtractionConfig(boxed_match_priority=0)]
-    parts = list(parse(rf"\boxed{{{text}}}", targets, parsing_timeout=None))
-    if any(not isinstance(part, str) for part in parts):
-        return parts
-    # math-verify cannot parse a percentage in a box, but it can behind dollar signs.
+    """Return math-verify's parses of an expression; a string among them is no mathematics: words, or not parsed."""
+    texts = regex.split(r"\s*(?:[,;&]|\band\b|\bor\b)\s*", text.strip("\\{} "))
+    if all(map(_NAME.fullmatch, texts)):  # folded in case and accents; several of them in any order
+        folded = [unicodedata.normalize("NFKD", each.casefold()) for each in texts]
+        return [", ".join(sorted(regex.sub(_FOLDED, "", each) for each in folded))]
+    # Between dollar signs, all of the text is one expression. math-verify knows a percentage by the sign behind them.
     number = text.rstrip("%\\ ")
-    return list(parse(f"${number}${text[len(number) :]}", targets, parsing_timeout=None)) or parts
+    return list(parse(f"$${number}$${text[len(number) :]}", [LatexExtractionConfig()], parsing_timeout=None))
 
 
-def _leading_zeros(part: Any) -> Iterator[int]:
-    """Yield how many zeros follow the decimal point of each number in a parse, but for the first: 2 for 0.00025."""
-    from sympy import log
-
-    if not getattr(part, "is_number", False):
-        for inner in part.flat() if hasattr(part, "flat") else getattr(part, "args", ()):
-            yield from _leading_zeros(inner)
-    elif (size := abs(part.evalf(5))).is_positive and size.is_finite:
-        yield int(-log(size, 10).evalf(5)) - 1
+def _leading_zeros(part: Any) -> int:
+    """Return how many zeros follow the decimal point of the smallest number in a parse, but for the first: 2 for 0.00025."""
+    if getattr(part, "is_number", False):
+        size = abs(part.evalf(5))
+        return max(0, int(-log(size, 10).evalf(5)) - 1) if size.is_positive and size.is_finite else 0
+    inner = part.flat() if hasattr(part, "flat") else getattr(part, "args", ())
+    return max(map(_leading_zeros, inner), default=0)
 
 
 def _contradicts(part: Any) -> bool:
     """Return whether a parse has an equation of two different numbers: `2 = 3`, `x = 2 = 3`, but not `1/3 = 0.33`."""
-    from math_verify import verify
-    from sympy import Eq
-
     equations = set() if isinstance(part, str) else part.atoms(Eq)
     pairs = [one.args for one in equations if all(side.is_number for side in one.args)]
     return not all(verify(*pair, 2, timeout_seconds=None) for pair in pairs)
 
 
 def warm_up() -> None:
-    """Load math-verify and its parser. It takes a second, which must not count against a comparison's time limit."""
+    """Load math-verify's parser. It takes a second, which must not count against a time limit. ImportError: it cannot parse."""
     # math-verify warns that its own time limits are off, and about every expression that it cannot parse.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    _parse(r"\frac{1}{2}")
+    if not compare(r"\frac12", "0.5"):
+        raise ImportError("math-verify does not find 0.5 equal to 1/2")

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from oar_plugin.runs.evaluate.table import _number, estimate, majority
+from oar_plugin.runs.evaluate.responses import ProblemSet
+from oar_plugin.runs.evaluate.table import _number, estimate, grade, majority
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,13 @@ from oar_plugin.runs.evaluate.table import _number, estimate, majority
 )
 def test_the_most_frequent_answer_decides(answers, correct, value):
     assert majority(list(answers), correct) == value
+
+
+def test_right_answers_are_one_vote_whatever_their_notation():
+    """A group of their own each, the wrong ones would win."""
+    answers = ["1/2", r"\frac{1}{2}", "0.5", r"50\%", "7", "x = 7", "7 cm"]
+    metrics, _ = grade(ProblemSet("set", [([], r"\frac12")]), [[rf"\boxed{{{answer}}}" for answer in answers]])
+    assert (metrics["avg@7"].tolist(), metrics["maj@7"].tolist()) == ([4 / 7], [1.0])
 
 
 def test_a_paired_difference_is_the_one_by_hand():

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from oar_plugin.cli.main import main
+from oar_plugin.output import INSTALL
 from oar_plugin.runs.evaluate import responses
 
 TINY = Path(__file__).parent / "tiny"
@@ -71,6 +72,12 @@ def test_finished_sets_are_not_generated_again_and_other_weights_or_settings_are
     Path("grpo1", "model.safetensors").write_text("other")
     assert [evaluate(), len(asked)] == [0, 13 + 2]
     assert [evaluate("--top-p", "0.5"), len(asked)] == [0, 15 + 12]
+
+
+def test_without_a_grader_it_says_what_to_install(evaluate, capsys, no_grader):
+    assert evaluate() == 1
+    assert "no answer can be compared here: ModuleNotFoundError" in (said := capsys.readouterr().err)
+    assert INSTALL in said
 
 
 @pytest.mark.parametrize(
