@@ -1,8 +1,10 @@
 """verl's reward function: paid is an answer that equals the ground truth, and nothing stalls training."""
 
+import json
 import logging
 import math
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ import pytest
 from oar_plugin.runs import reward
 from oar_plugin.runs.math.answer import final_answer
 from oar_plugin.runs.reward import compute_score
+from oar_plugin.runs.turns import own_turns
 from tests.real_data import MATH_RESPONSES, read_lines
 
+TURNS = json.loads(Path(__file__).with_name("rows.json").read_text("utf-8"))["turns"]
 # Ground truths that the file's grader did not recognise in another notation (10000).
 GRADER_IS_WRONG = {"10{,}000"}
 KEYS = {"score", "acc", "no_truth", "no_answer", "unparsed", "failed"}
@@ -79,6 +83,18 @@ def test_an_answer_that_takes_for_ever_pays_nothing_and_is_flagged(caplog):
     assert (row["score"], row["failed"]) == (0.0, 1.0)
     assert "the reward is 0" in caplog.text
     assert compute_score("test", r"\boxed{14/2}", "7")["score"] == 1.0
+
+
+@pytest.mark.parametrize(("transcript", "info", "own"), TURNS)
+def test_only_the_models_own_turns_are_read(transcript, info, own):
+    assert [turn.strip() for turn in own_turns(transcript, info)] == own
+    assert compute_score("test", transcript, "8", info)["score"] == 0.0, "a tool's answer is not paid"
+
+
+def test_where_turns_cannot_be_told_the_log_says_so_once(caplog):
+    for _ in range(2):
+        assert own_turns("a 8 b", {"num_turns": np.int64(6)}) == ["a 8 b"]
+    assert [one.getMessage()[:22] for one in caplog.records] == ["the reward cannot tell"]
 
 
 @pytest.mark.skipif(not MATH_RESPONSES.is_file(), reason="no responses of a real model here")
