@@ -77,7 +77,9 @@ _PAIR = re.compile(
     r"\(([^][(){},;]+)\)|\[([^][(){},;]+)\]|（([^（），]+)）|【([^【】]+)】|「([^「」]+)」|“([^“”]+)”|\"([^\"]+)\"|'([^']+)'|`+([^`]+)`+"
 )
 _BRACKETS = {"(": ")", "[": "]", "（": "）", "【": "】", "「": "」", "“": "”"}
-_BRACKET = re.compile(r"\\?(?:(?P<opening>[(\[（【「“])|(?P<closing>[)\]）】」”]))")
+_BRACKET = re.compile(
+    r"(?P<open>\\?[(\[（【「“]|\\boxed\s*\{|\{)|(?P<close>\\?[)\]）】」”]|\})|\\(?!\\boxed).", re.DOTALL
+)
 # What a response says behind its thoughts counts, even if the thoughts have a box. gpt-oss announces its answer's channel.
 END_OF_THOUGHTS = re.compile(
     r"(?i)(?:[<\[]|◁)/(?:\w+:)?(?:think\w*|thought|reasoning)\s*[>\]▷]|<\|(?:/|end_?(?:of_?)?)(?:think\w*|thoughts?|reasoning)\|>"
@@ -97,15 +99,17 @@ _INTRODUCED = re.compile(
 )
 # A letter as the answer to a multiple-choice question, with or without the words of that option.
 OPTION = re.compile(r"(?i:(?:option|choice)\s+)?(?:\(([A-Z])\)|([A-Z])(?=$|[).:]))(?:[).:]?\s+\S.*)?[).:]?")
-# Between boxes that are one answer: "x = \boxed{1} or x = \boxed{4}". Words of an argument begin another answer.
-_JOINED = re.compile(r"[^.?!。=≈<>]*(?:[,;&、，；和或]|\b(?:and|or|y|o|et|ou|und|oder)\b)[^.?!。=≈<>]*=?[\s$\\(\[*]*")
+# Between boxes that are one answer: "x = \boxed{1} or x = \boxed{4}". Words of an argument begin another answer, and many words
+# in a new line do.
+_JOINED = re.compile(
+    r"[^.?!。=≈<>]{0,60}(?:[,;&、，；和或]|\b(?:and|or|y|o|et|ou|und|oder)\b)[^.?!。=≈<>]{0,60}=?[\s$\\(\[*]{0,9}"
+)
 _ARGUED = re.compile(
     r"(?i)\b(?:so|thus|hence|therefore|then|no|not|wait|but|because|since|which|that|giv(?:es|ing)|yields?|equals?|instead|rather"
     r"|actually|now|i\.?e|namely|equivalent\w*|alternatively|simpl\w+|approx\w*|about|roughly|rounded|decimal|fraction|form|final\w*"
     r"|answer|total|check\w*|verif\w*|comput\w*|calculat\w*|substitut\w*|mistake|mean\w*|impl(?:y|ies)|we|i|let)\b"
-    r"|[+·×]|\\(?:cdot|times|frac|sqrt|div)|所以|因此|得|即|不"
+    r"|[+·×]|\\(?:cdot|times|frac|sqrt|div)|所以|因此|得|即|不|\n(?:\W*[^\W\d_]{2,}){3}"
 )
-_LONGEST_JOIN = 100
 # "The answer is correct" says nothing of what the answer is, if an earlier turn does.
 _REMARK = re.compile(
     r"(?is)(?:\w+ly |indeed |also |still |now )*(?:correct|right|wrong|plausible|reasonable|consistent|confirmed|verified|valid"
@@ -178,25 +182,19 @@ def _the_answer_is(text: str) -> Iterator[AnswerSpan]:
         if (sentence_end is None and limit < len(text)) or (sentence_end and sentence_end[0] in "?？"):
             continue
         end = sentence_end.start() if sentence_end else limit
-        end = _before_closing(_BRACES, "close", text, start, end)
         line = text[max(text.rfind("\n", 0, lead.start()) + 1, first) : lead.start()]
-        if any(line.count(opening) > line.count(closing) for opening, closing in _BRACKETS.items()):
-            end = _before_closing(_BRACKET, "closing", text, start, end)
+        enclosed = any(line.count(opening) > line.count(closing) for opening, closing in _BRACKETS.items())
+        depth = 0
+        for brace in (_BRACKET if enclosed else _BRACES).finditer(text, start, end):
+            depth += (brace.lastgroup == "open") - (brace.lastgroup == "close")
+            if depth < 0:  # it was opened before the answer
+                end = brace.start()
+                break
         for quote in '"`':
             if line.count(quote) % 2 and quote in text[start:end]:
                 end = text.index(quote, start)
         if span := _trimmed(text, lead.start(), start, end, decoration=True):
             yield span
-
-
-def _before_closing(pattern: re.Pattern[str], closing: str, text: str, start: int, end: int) -> int:
-    """The place of the first bracket in ``[start, end)`` that closes one opened before ``start``, else ``end``."""
-    depth = 0
-    for bracket in pattern.finditer(text, start, end):
-        depth += -1 if bracket.lastgroup == closing else 1
-        if depth < 0:
-            return bracket.start()
-    return end
 
 
 def _last_character(text: str) -> AnswerSpan | None:
@@ -252,22 +250,18 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
         )
         *_, answer, pattern = max(order, default=(None, None))
         if answer is not None and pattern == "boxed" and "the_answer_is" in patterns:
-            answer = _option(text, found) or _joined(
-                text, answer, sorted(one for one, *of in found if of == ["boxed", 2])
-            )
-        return answer and answer._replace(marker_start=_first_marker(answer, (one for one, *_ in found)))
+            boxes = sorted(one for one, *of in found if of == ["boxed", 2])
+            answer = _option(text, found) or _joined(text, answer, boxes)
+        if answer is None:
+            return None
+        marker_start = answer.marker_start
+        for span, *_ in sorted(found, key=lambda one: one[0].marker_start, reverse=True):
+            # This span's own answer would begin at or inside of our marker, so there is no text between the two markers.
+            if span.marker_start < marker_start <= span.start:
+                marker_start = span.marker_start
+        return answer._replace(marker_start=marker_start)
 
     return find
-
-
-def _first_marker(answer: AnswerSpan, spans: Iterable[AnswerSpan]) -> int:
-    """Where the markers of an answer begin."""
-    marker_start = answer.marker_start
-    for span in sorted(spans, key=lambda span: span.marker_start, reverse=True):
-        # This span's own answer would begin at or inside of our marker, so there is no text between the two markers.
-        if span.marker_start < marker_start <= span.start:
-            marker_start = span.marker_start
-    return marker_start
 
 
 def _option(text: str, found: Iterable[tuple[AnswerSpan, str, int]]) -> AnswerSpan | None:
@@ -281,15 +275,8 @@ def _option(text: str, found: Iterable[tuple[AnswerSpan, str, int]]) -> AnswerSp
 def _joined(text: str, answer: AnswerSpan, boxes: list[AnswerSpan]) -> AnswerSpan:
     """The answer with the boxes before it that one sentence joins to it. `boxes` are in order."""
     for before, box in zip(boxes[-2::-1], boxes[::-1], strict=False):
-        between = text[before.end : min(box.marker_start, before.end + _LONGEST_JOIN)].strip()
-        # Over the end of a line, little more than "and x =" joins.
-        far = "\n" in between and len(re.findall(r"[^\W\d_]{2,}", between)) > 2
-        if (
-            far
-            or box.marker_start > before.end + _LONGEST_JOIN
-            or not _JOINED.fullmatch(between)
-            or _ARGUED.search(between)
-        ):
+        between = text, before.end, box.marker_start
+        if not _JOINED.fullmatch(*between) or _ARGUED.search(*between):
             break
         answer = before._replace(end=answer.end)
     return answer
