@@ -5,7 +5,6 @@ calls the methods of verl's own trainer and carries no request, so that the acto
 is our trainer's.
 """
 
-from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -37,8 +36,10 @@ def _register(module: ModuleType) -> None:
             return self._turn()._compute_old_log_prob(batch, metrics)
 
         def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
-            with nullcontext() if is_oar(self.global_steps) else self._base_estimator():
-                return self._turn()._compute_advantage(batch, metrics)
+            self.config.algorithm.adv_estimator = "oar" if is_oar(self.global_steps) else self.oar.base_estimator
+            batch = self._turn()._compute_advantage(batch, metrics)
+            self.config.algorithm.adv_estimator = "oar"
+            return batch
 
     trainer_base.TRAINER_REGISTRY["sync"] = AlternatingTrainer
 

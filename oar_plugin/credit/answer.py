@@ -59,20 +59,61 @@ _BARE_BOX = re.compile(r"\\boxed +(-?\d+(?:[.,/]\d+)*|[A-Z])(?![\w{^/%]|[.,]\d|\
 _HASH = re.compile(r"####(?<!#####)(?!#)([^\n]*)")
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 # Two expressions: a single one would begin with optional words and be tried at every character of the text.
-_PROSE_MARKER = re.compile(r"(?:[Aa]nswer|ANSWER)\**\s*(?:(?:is|IS)\b[\s*]*:?|:)")
-_PROSE_LEAD = re.compile(r"(?:\*\*)?(?<!\w)(?:(?:the|my|our|final|correct)\s+){0,3}\Z", re.IGNORECASE)
+_PROSE_MARKER = re.compile(
+    r"(?:[Aa]nswer|ANSWER)(?:[*_`]*(?:</\w+>)?\s*(?:(?:is|IS)\b[\s*_]*[:：]?|[:：])|(?:s are|S ARE)\b[\s*_]*[:：]?)"
+)
+_PROSE_LEAD = re.compile(r"[*_]*(?<![^\W_])(?:(?:the|my|our|final|correct)\s+){0,3}\Z", re.IGNORECASE)
 _LONGEST_LEAD = 40
 # A full stop inside a number or name ("3.14", "x.y") or behind an abbreviation ends no sentence; a tag or a new line does.
 _SENTENCE_END: Any = regex.compile(
     r"(?i)\.(?!\w)(?<!\b(?:appr|approx|ca|cf|e\.g|eq|est|i\.e|max|resp|rs|viz|vs|dr|mr|mrs|ms|mt|st)\.)|[?。？！\n]|</\w+>"
 )
-_LEADING_DECORATION = re.compile(r"(?:[\s$*]|\\[(\[])*")
-# What a response says behind its thoughts counts, even if the thoughts have a box.
-_END_OF_THOUGHTS = re.compile(r"(?i)(?:[<\[]|◁)/(?:\w+:)?(?:think\w*|thought|reasoning)\s*[>\]▷]|<\|end_of_thought\|>")
+# What stands around an answer: white space, math mode, Markdown, HTML, and the end of a `\\text{` that the marker stands in.
+_LEADING_DECORATION = re.compile(
+    r"(?:[\s$*}]|\\[(\[]|__|_(?=\s)|~~|==|```(?=\s)|</?(?:b|strong|em|i|u|mark|span|p|code)>)*"
+)
+_TRAILING_DECORATION = "$", "*", ".", r"\)", r"\]", "__", "~~", "=="
+_PAIR = re.compile(
+    r"\(([^][(){},;]+)\)|\[([^][(){},;]+)\]|（([^（），]+)）|【([^【】]+)】|「([^「」]+)」|“([^“”]+)”|\"([^\"]+)\"|'([^']+)'|`+([^`]+)`+"
+)
+_BRACKETS = {"(": ")", "[": "]", "（": "）", "【": "】", "「": "」", "“": "”"}
+_BRACKET = re.compile(
+    r"(?P<open>\\?[(\[（【「“]|\\boxed\s*\{|\{)|(?P<close>\\?[)\]）】」”]|\})|\\(?!\\boxed).", re.DOTALL
+)
+# What a response says behind its thoughts counts, even if the thoughts have a box. gpt-oss announces its answer's channel.
+END_OF_THOUGHTS = re.compile(
+    r"(?i)(?:[<\[]|◁)/(?:\w+:)?(?:think\w*|thought|reasoning)\s*[>\]▷]|<\|(?:/|end_?(?:of_?)?)(?:think\w*|thoughts?|reasoning)\|>"
+    r"|(?:<\|channel\|>|assistant)final(?:<\|message\|>)?|<channel\|>"
+)
 # Words behind "####" are an answer ("East") only at the end of a response. With a word of group 1 they always are a heading.
 _HEADING = re.compile(
     r"(?i)(?:\(?(?:\d+(?:\.\d+)*|[a-z]|[ivx]+)[.):]?\)?\s+)?(?:((?:step|case|proof|method|approach|verif\w*|(?:double-?)?check\w*)\b"
-    r"|(?:(?:final )?answer|conclu\w*|solution|expla\w*|summary|note|reason(?:ing)?|analy\w*)\b(?!.*:.*\d))|[^\W\d_]{2})"
+    r"|(?:(?:final )?answer|conclu\w*|solution|expla\w*|summary|note|reason(?:ing)?|analy\w*)\b(?![^\n:]*:.*\d))|[^\W\d_]{2})"
+)
+# What an announcement introduces that is no value: a call, a program, a list, or the steps towards the answer.
+_INTRODUCED = re.compile(
+    r"(?i)[\s*_`]*(?:<\|?(?:\w*tool|function|python|search|code>)|\[\w*tool|\{\s*\"|(?<=``)`?[a-z]\w*\n|let(?:['’]s|\s+(?:us|me))\b"
+    r"|(?:first(?:ly)?|to start|step\s+\d+)\s*[,:]|(?:we|i)\s+(?:need|must|have|should|can|will|first|start|begin)\b"
+    r"|(?:1[.)]|step\s+1\b|[-+•])\s[^\n]{0,300}\n\s{0,9}(?:2[.)]|step\s+2\b|[-+•])\s)"
+    r"|[^\S\n]*\n\s*(?:\*\s[^\n]{0,300}\n\s{0,9}\*\s|1[.)]\s+[^\W\d])"
+)
+# A letter as the answer to a multiple-choice question, with or without the words of that option.
+OPTION = re.compile(r"(?i:(?:option|choice)\s+)?(?:\(([A-Z])\)|([A-Z])(?=$|[).:]))(?:[).:]?\s+\S.*)?[).:]?")
+# Between boxes that are one answer: "x = \boxed{1} or x = \boxed{4}". Words of an argument begin another answer, and many words
+# in a new line do.
+_JOINED = re.compile(
+    r"[^.?!。=≈<>]{0,60}(?:[,;&、，；和或]|\b(?:and|or|y|o|et|ou|und|oder)\b)[^.?!。=≈<>]{0,60}=?[\s$\\(\[*]{0,9}"
+)
+_ARGUED = re.compile(
+    r"(?i)\b(?:so|thus|hence|therefore|then|no|not|wait|but|because|since|which|that|giv(?:es|ing)|yields?|equals?|instead|rather"
+    r"|actually|now|i\.?e|namely|equivalent\w*|alternatively|simpl\w+|approx\w*|about|roughly|rounded|decimal|fraction|form|final\w*"
+    r"|answer|total|check\w*|verif\w*|comput\w*|calculat\w*|substitut\w*|mistake|mean\w*|impl(?:y|ies)|we|i|let)\b"
+    r"|[+·×]|\\(?:cdot|times|frac|sqrt|div)|所以|因此|得|即|不|\n(?:\W*[^\W\d_]{2,}){3}"
+)
+# "The answer is correct" says nothing of what the answer is, if an earlier turn does.
+_REMARK = re.compile(
+    r"(?is)(?:\w+ly |indeed |also |still |now )*(?:correct|right|wrong|plausible|reasonable|consistent|confirmed|verified|valid"
+    r"|clear|above|below|as (?:above|before|follows|expected|requested))\b.*"
 )
 _FOLLOWED = re.compile(r"[^\n]*\n\s*[^\s<]")
 # A digit, a formula, or a letter that stands alone, as for options.
@@ -86,33 +127,36 @@ _AMBIGUOUS = re.compile(r"(?<!\\)(?:\\\\)*(\{(?=[\d\s<=+]*[isde])|\[(?=:[^\]]*:\
 
 
 def _trimmed(text: str, marker_start: int, start: int, end: int, decoration: bool = False) -> AnswerSpan | None:
-    """``[start, end)`` without white space; with ``decoration``, also without ``$ * \\( \\[`` and full stop; None if empty."""
-    while end > start:
-        if text[end - 1].isspace():
+    """``[start, end)`` without white space, and with ``decoration`` without what dresses an answer; None if it is empty."""
+    before = None
+    while before != (start, end):
+        before = start, end
+        while end > start and text[end - 1].isspace():
             end -= 1
-        elif decoration and text.endswith((r"\)", r"\]"), start, end):
-            end -= 2
-        elif decoration and text[end - 1] in "$*." and not text.endswith("\\", start, end - 1):
-            end -= 1
-        else:
-            break
-    if decoration and (leading := _LEADING_DECORATION.match(text, start, end)):
-        start = leading.end()
-    while start < end and text[start].isspace():
-        start += 1
+        while start < end and text[start].isspace():
+            start += 1
+        if not decoration or start == end:
+            continue
+        if leading := _LEADING_DECORATION.match(text, start, end):
+            start = leading.end()
+        for mark in _TRAILING_DECORATION:
+            if text.endswith(mark, start, end) and not (len(mark) == 1 and text.endswith("\\", start, end - 1)):
+                end -= len(mark)
+        if pair := _PAIR.fullmatch(text, start, end):
+            start, end = pair.span(pair.lastindex or 0)
     return AnswerSpan(marker_start, start, end) if start < end else None
 
 
 def _boxed(text: str) -> Iterator[AnswerSpan]:
     """``\\boxed{...}`` with balanced braces, in one pass; boxes that are empty or not closed are skipped."""
-    open_braces: list[re.Match[str]] = []
+    open_braces: list[int] = []  # where their boxes begin; -1 for a brace without one
     first_box = text.find(r"\boxed")
     for token in _BRACES.finditer(text, first_box) if first_box >= 0 else ():
         if token.lastgroup == "open":
-            open_braces.append(token)
+            open_braces.append(-1 if token.group() == "{" else token.start())
         elif token.lastgroup == "close" and open_braces:
             opening = open_braces.pop()
-            if opening.group() != "{" and (span := _trimmed(text, opening.start(), opening.end(), token.start())):
+            if opening >= 0 and (span := _trimmed(text, opening, text.index("{", opening) + 1, token.start())):
                 yield span
     for match in _BARE_BOX.finditer(text):
         yield AnswerSpan(match.start(), *match.span(1))
@@ -125,23 +169,30 @@ def _matches(pattern: re.Pattern[str], text: str) -> Iterator[AnswerSpan]:
 
 
 def _the_answer_is(text: str) -> Iterator[AnswerSpan]:
-    """``the answer is ...``, ``Final answer: ...`` up to the end of the sentence or of the enclosing brace."""
+    """``the answer is ...``, ``Final answer: ...`` up to the end of the sentence or of what encloses it."""
     for marker in _PROSE_MARKER.finditer(text):
-        lead = _PROSE_LEAD.search(text, max(0, marker.start() - _LONGEST_LEAD), marker.start())
-        if lead is None:  # the marker is the end of a longer word
+        first = max(0, marker.start() - _LONGEST_LEAD)
+        lead = _PROSE_LEAD.search(text, first, marker.start())
+        if lead is None or _INTRODUCED.match(text, marker.end()):  # the marker is the end of a longer word
             continue
         leading = _LEADING_DECORATION.match(text, marker.end())
         start = leading.end() if leading else marker.end()
         limit = min(len(text), start + _LONGEST_SENTENCE)
         sentence_end = _SENTENCE_END.search(text, start, limit)
-        if sentence_end is None and limit < len(text):
+        if (sentence_end is None and limit < len(text)) or (sentence_end and sentence_end[0] in "?？"):
             continue
-        end, depth = sentence_end.start() if sentence_end else limit, 0
-        for brace in _BRACES.finditer(text, start, end):
+        end = sentence_end.start() if sentence_end else limit
+        line = text[max(text.rfind("\n", 0, lead.start()) + 1, first) : lead.start()]
+        enclosed = any(line.count(opening) > line.count(closing) for opening, closing in _BRACKETS.items())
+        depth = 0
+        for brace in (_BRACKET if enclosed else _BRACES).finditer(text, start, end):
             depth += (brace.lastgroup == "open") - (brace.lastgroup == "close")
             if depth < 0:  # it was opened before the answer
                 end = brace.start()
                 break
+        for quote in '"`':
+            if line.count(quote) % 2 and quote in text[start:end]:
+                end = text.index(quote, start)
         if span := _trimmed(text, lead.start(), start, end, decoration=True):
             yield span
 
@@ -165,13 +216,15 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
 
     Answers behind the last ``</think>`` that has any count before others; boxes, tags and a user's own matches before announced
     answers (behind a box, ``the answer is 5`` is a remark); announced words after all. Of equal ones the last counts: the ``5``
-    of ``<answer>\boxed{5}</answer>``. Empty or open boxes, placeholders (``...``) and Markdown headings (``#### Check``) are no
-    answers. Markers without text between them are one marker: ``The answer is \boxed{``. The patterns are:
+    of ``<answer>\boxed{5}</answer>``. A letter announced in the last line (``Answer: C``) counts before a box without a letter.
+    Empty or open boxes, placeholders (``...``), Markdown headings (``#### Check``), and announcements of a call, a list or a
+    question are no answers. Markers without text between them are one marker: ``The answer is \boxed{``. The patterns are:
 
     - ``boxed``: ``\boxed{...}`` with balanced braces, also ``\boxed 5``;
     - ``hash``: ``#### ...`` to the end of the line;
     - ``answer_tag``: ``<answer>...</answer>``;
-    - ``the_answer_is``: ``the (final) answer is ...`` or ``Answer: ...`` to the end of the sentence, also in later prose;
+    - ``the_answer_is``: ``the (final) answer is ...`` or ``Answer: ...`` to the end of the sentence, also in later prose. With
+      it, boxes that one sentence joins (``\boxed{1} or \boxed{4}``) are one answer, from the first to the last;
     - ``regex:<expression>``: a Python regular expression. Its group named ``answer``, or else group 1, is the answer; its match
       begins the marker. The ``regex`` library runs it, because it can stop a search (``PATTERN_SECONDS``). For its ``\w`` and
       ``\b``, combining marks are letters, ``²`` and ``½`` are not; its ``\s`` does not match U+001C to U+001F;
@@ -188,21 +241,63 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
     sources = [(pattern, _candidates_of(pattern)) for pattern in patterns]
 
     def find(text: str) -> AnswerSpan | None:
-        found = [(_certainty(pattern, text, span), span) for pattern, source in sources for span in source(text)]
-        spans = [span for _, span in found]
-        ends = [match.end() for match in _END_OF_THOUGHTS.finditer(text)]
-        answers = [(bisect_right(ends, one.start), sure > 0, sure, one.start, one) for sure, one in found if sure >= 0]
-        if not answers:
+        found = [
+            (span, pattern, _certainty(pattern, text, span)) for pattern, source in sources for span in source(text)
+        ]
+        ends = [match.end() for match in END_OF_THOUGHTS.finditer(text)]
+        order = (
+            (bisect_right(ends, one.start), sure > 0, sure, one.start, one, of) for one, of, sure in found if sure >= 0
+        )
+        *_, answer, pattern = max(order, default=(None, None))
+        if answer is not None and pattern == "boxed" and "the_answer_is" in patterns:
+            boxes = sorted(one for one, *of in found if of == ["boxed", 2])
+            answer = _option(text, found) or _joined(text, answer, boxes)
+        if answer is None:
             return None
-        answer = max(answers)[-1]
         marker_start = answer.marker_start
-        for span in sorted(spans, key=lambda span: span.marker_start, reverse=True):
+        for span, *_ in sorted(found, key=lambda one: one[0].marker_start, reverse=True):
             # This span's own answer would begin at or inside of our marker, so there is no text between the two markers.
             if span.marker_start < marker_start <= span.start:
                 marker_start = span.marker_start
         return answer._replace(marker_start=marker_start)
 
     return find
+
+
+def _option(text: str, found: Iterable[tuple[AnswerSpan, str, int]]) -> AnswerSpan | None:
+    """The letter that the last line announces, if no box has a letter."""
+    last_line = text.rfind("\n", 0, len(text.rstrip())) + 1
+    options = [(one, of) for one, of, _ in found if OPTION.fullmatch(text, one.start, one.end)]
+    announced = [one for one, of in options if of in ("hash", "the_answer_is") and one.start >= last_line]
+    return announced[-1] if announced and all(of != "boxed" for _, of in options) else None
+
+
+def _joined(text: str, answer: AnswerSpan, boxes: list[AnswerSpan]) -> AnswerSpan:
+    """The answer with the boxes before it that one sentence joins to it. `boxes` are in order."""
+    for before, box in zip(boxes[-2::-1], boxes[::-1], strict=False):
+        between = text, before.end, box.marker_start
+        if not _JOINED.fullmatch(*between) or _ARGUED.search(*between):
+            break
+        answer = before._replace(end=answer.end)
+    return answer
+
+
+def parts_of(text: str, answer: AnswerSpan) -> list[str]:
+    """The texts of the boxes that an answer consists of; of any other answer its own text."""
+    whole = text[answer.start : answer.end]
+    inside = (one for one in sorted(_boxed(text)) if answer.start <= one.start and one.end <= answer.end)
+    return [text[one.start : one.end] for one in inside] if r"\boxed" in whole else [whole]
+
+
+def find_in_turns(finder: AnswerFinder, turns: Sequence[str]) -> tuple[int, AnswerSpan] | None:
+    """The number of the last of a model's turns that has an answer, and the answer in it; a remark counts after all others."""
+    remark = None
+    for number in reversed(range(len(turns))):
+        if span := _call(finder, turns[number]):
+            if not _REMARK.fullmatch(turns[number], span.start, span.end):
+                return number, span
+            remark = remark or (number, span)
+    return remark
 
 
 def _certainty(pattern: str, text: str, span: AnswerSpan) -> int:
@@ -288,15 +383,15 @@ def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarra
 
     A token is ANSWER if its bytes overlap the answer's, else CONCLUDE if they overlap the marker's. A token without bytes (a
     special token, ``b""`` in ``pieces``) is sorted by its position; inside the answer it is CONCLUDE. ``own``, bool ``[T]``, is
-    False where the policy did not write the token (tool output). Such tokens are OUTSIDE, and the finder sees new lines in
-    their place, so that a tool's answer never counts as the policy's.
+    False where the policy did not write the token (tool output). Such tokens are OUTSIDE. What lies between them is a turn: the
+    finder gets one turn at a time, the last one first, with new lines in the place of the tokens behind it.
 
     SearchFailed: the finder raised, or returned something else. ValueError: ``own`` has another length.
     """
     lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    data = b"".join(pieces)
+    data, borders = b"".join(pieces), [0]
     if own is not None:
         own = np.asarray(own, dtype=bool)
         if own.shape != lengths.shape:
@@ -304,14 +399,22 @@ def segment_tokens(pieces: Sequence[bytes], finder: AnswerFinder, own: np.ndarra
         characters = np.frombuffer(data, dtype=np.uint8).copy()
         characters[~np.repeat(own, lengths)] = ord("\n")
         data = characters.tobytes()
+        borders += starts[1:][own[1:] & ~own[:-1]].tolist()
 
     # surrogateescape makes one character of every byte that is not UTF-8: a prefix of the text encodes to the bytes before it.
-    text = data.decode("utf-8", "surrogateescape")
-    span = _call(finder, text)
-    if span is None:
+    texts = [data[a:b].decode("utf-8", "surrogateescape") for a, b in zip(borders, [*borders[1:], None], strict=True)]
+    found = find_in_turns(finder, texts)
+    if found is None and len(texts) > 1:
+        texts = [data.decode("utf-8", "surrogateescape")]
+        found = find_in_turns(finder, texts)
+        if found and r"\boxed" not in texts[0][found[1].marker_start : found[1].start]:
+            return None  # only a box goes on behind what others wrote in it
+    if found is None:
         return None
+    number, span = found
     marker_start, answer_start, answer_end = (
-        len(text[:offset].encode("utf-8", "surrogateescape")) for offset in (span.marker_start, span.start, span.end)
+        borders[number] + len(texts[number][:offset].encode("utf-8", "surrogateescape"))
+        for offset in (span.marker_start, span.start, span.end)
     )
 
     segments = np.full(len(pieces), Segment.REASONING, dtype=np.int8)

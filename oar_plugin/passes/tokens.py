@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from oar_plugin.credit.answer import END_OF_THOUGHTS
 from oar_plugin.output import warn_once
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -36,6 +37,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._table: dict[int, tuple[str, bytes | None]] = {}
+        self._marks: dict[int, bytes] = {}  # of special tokens
         self._partial: set[int] = set()  # tokens that may be parts of characters
         self.special = set(tokenizer.all_special_ids)
         # Mistral's has no added tokens but a method of this name, and names of tokens without the bytes of half characters,
@@ -49,7 +51,10 @@ class TokenBytes:
         self._options = {"skip_special_tokens": inside is not None, "clean_up_tokenization_spaces": False}
 
     def pieces(self, ids: Sequence[int] | torch.Tensor) -> list[bytes]:
-        """The bytes of each token of one response, ``b""`` for special tokens and ids outside the vocabulary."""
+        """The bytes of each token of one response, ``b""`` for special tokens and ids outside the vocabulary.
+
+        Special tokens that end the thoughts of a model (``[/THINK]``) or begin a channel (gpt-oss) have those of their name.
+        """
         id_list: list[int] = ids.tolist() if isinstance(ids, torch.Tensor) else list(ids)
         self._table |= {token_id: self._known(token_id) for token_id in set(id_list) - self._table.keys()}
         known = [self._table[token_id][1] for token_id in id_list]
@@ -58,7 +63,9 @@ class TokenBytes:
         if b"".join(pieces).decode("utf-8", "replace") != text:
             self._align(pieces, shown, text)
         rest = iter(pieces)
-        return [b"" if piece is None else next(rest) for piece in known]
+        return [
+            self._marks.get(i, b"") if piece is None else next(rest) for i, piece in zip(id_list, known, strict=True)
+        ]
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Returns each token of one response as readable text: half a character as ``\\xe2``, a special token as its name."""
@@ -73,6 +80,8 @@ class TokenBytes:
         try:
             name = self._tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < 2**31 else None
             if name is None or token_id in self.special:
+                if END_OF_THOUGHTS.fullmatch(str(name)) or name in ("<|channel|>", "<|message|>"):
+                    self._marks[token_id] = str(name).encode()
                 return str(name), None
             once, twice = self._decode([token_id]), self._decode([token_id, token_id])
         except (LookupError, ValueError):  # of tokenizers in pure Python, outside the vocabulary

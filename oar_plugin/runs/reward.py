@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from oar_plugin.output import INSTALL, cause, logger, times
+from oar_plugin.runs.turns import own_turns
 
 try:
     from oar_plugin.runs.math.answer import compare, final_answer, warm_up
@@ -41,6 +42,8 @@ def compute_score(
 ) -> dict[str, Any]:
     """Grade one response. The ground truth is plain text (`72`), LaTeX or a number; of several, any is right.
 
+    Of a response with several turns only the model's own are read (`own_turns`).
+
     verl's `reward_kwargs` sets `timeout_s`, the limit of one comparison, and `processes`, which compare answers for each of its
     `reward.num_workers`. The first call in a process sets both; later values have no effect.
 
@@ -49,20 +52,25 @@ def compute_score(
         math-verify), `failed` (timed out or crashed): 1.0 if this is why no answer was compared, else 0.0. `extracted_answer`:
         the answer's text. All keys are always present: verl makes a column of each.
     """
-    answer, truths = final_answer(solution_str or ""), list(_truths(ground_truth))
+    truths, pool, answer = list(_truths(ground_truth)), start_pool(processes, timeout_s), None
     row: dict[str, Any] = dict.fromkeys(("score", "acc", "no_truth", "no_answer", "unparsed", "failed"), 0.0)
+    try:
+        answer = pool.run(final_answer, own_turns(solution_str or "", extra_info), truths)
+    except TaskFailed as error:
+        _say("failed search %d: %s; the reward is 0", "search", error)
+        row["failed"] = 1.0
     row["extracted_answer"] = answer or ""
     if not truths:
         index = extra_info.get("index", "?") if isinstance(extra_info, dict) else "?"
         _say("ground truth %d is missing: %s, row %s of %.80s", "no_truth", repr(ground_truth)[:80], index, data_source)
         return row | {"no_truth": 1.0}
     if answer is None:
-        return row | {"no_answer": 1.0}
+        return row | {"no_answer": 1.0 - row["failed"]}
     if any("".join(answer.split()) == "".join(truth.split()) for truth in truths):
         return row | {"score": 1.0, "acc": 1.0}
     if len(answer) > LONGEST_ANSWER:
         return row | {"unparsed": 1.0}
-    row["unparsed"], pool = 1.0, start_pool(processes, timeout_s)
+    row["unparsed"] = 1.0
     for truth in truths:
         try:
             equal = pool.run(compare, truth, answer)

@@ -1,8 +1,10 @@
 """Finding the final answer in a response's text and sorting its tokens into segments."""
 
 import functools
+import json
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,6 +137,9 @@ CASES = {
 }
 
 
+CASES[NAMES] |= json.loads(Path(__file__).with_name("cases.json").read_text("utf-8"))
+
+
 @pytest.mark.parametrize(
     ("patterns", "marked"),
     [(patterns, text) for patterns, kinds in CASES.items() for texts in kinds.values() for text in texts],
@@ -245,6 +250,12 @@ THINKS = [b"think ", b"\\boxed{1}", b" call", b"tool: \\boxed{2}", b" end"]
         (NAMES, THINKS, [1, 1, 1, 0, 1], "RAFOF"),
         (NAMES, THINKS[2:], [1, 0, 1], None),
         (NAMES, [b"so", b" 4", b" tool"], [1, 1, 0], None),
+        # The last turn with an answer counts, and nothing is matched across turns; a remark says nothing new.
+        (NAMES, [b"\\boxed{3}", b"8", b"the answer is ", b"8"], [1, 0, 1, 1], "ROCA"),
+        (NAMES, [b"\\boxed{3}", b"8", b"Answer: ", b"8", b"so 5"], [1, 0, 1, 0, 1], "AOFOF"),
+        (NAMES, [b"Here is the answer: ", b"8", b"Thanks"], [1, 0, 1], None),
+        (NAMES, [b"\\boxed{3}", b"8", b"the answer is correct"], [1, 0, 1], "AOF"),
+        (NAMES, [b"\\boxed{Rome}", b"8", b"the answer is ", b"Paris"], [1, 0, 1, 1], "ROCA"),
         # An answer that runs through tool output keeps only the policy's own tokens.
         (NAMES, [b"\\boxed{", b"1", b"tool", b"2", b"}"], [1, 1, 0, 1, 1], "CAOAF"),
         # Without patterns.

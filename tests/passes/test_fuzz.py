@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.config import OarConfig
 from oar_plugin.credit import answer
-from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
+from oar_plugin.credit.answer import AnswerSpan, Segment, find_in_turns, make_finder, segment_tokens
 from oar_plugin.credit.diagnostics import FALLBACKS, Status
 from oar_plugin.estimator import reshape
 from oar_plugin.passes.plain import batch_importance
@@ -171,11 +171,20 @@ def test_no_response_stops_a_step_and_each_keeps_its_total_or_is_counted(family,
 
 def segments_slowly(pieces, own):
     """Character by character, what each is for; then a token by its characters, and one without any by its neighbours."""
-    data = b"".join(piece if mine else b"\n" * len(piece) for piece, mine in zip(pieces, own, strict=True))
-    text = data.decode("utf-8", "surrogateescape")
-    if (found := FINDER(text)) is None:
+    turns = [b""]
+    for piece, mine, mine_before in zip(pieces, own, [True, *own], strict=False):
+        turns += [b""] if mine and not mine_before else []
+        turns[-1] += piece if mine else b"\n" * len(piece)
+    texts = [turn.decode("utf-8", "surrogateescape") for turn in turns]
+    at, found = find_in_turns(FINDER, texts) or (0, None)
+    if found is None and len(turns) > 1:  # a box may go on in a later turn
+        texts = [b"".join(turns).decode("utf-8", "surrogateescape")]
+        found = FINDER(texts[0])
+        found = found if found and "boxed" in texts[0][found.marker_start : found.start] else None
+    if found is None:
         return None
-    kinds = []
+    text, kinds = "".join(texts), []
+    found = AnswerSpan(*(place + len("".join(texts[:at])) for place in found))
     for place, character in enumerate(text):
         before_answer = Segment.REASONING if place < found.marker_start else Segment.CONCLUDE
         in_answer = Segment.ANSWER if place < found.end else Segment.AFTER
@@ -215,7 +224,8 @@ def test_segments_are_those_of_a_slow_search(family, responses, seed):
 
 WORST = [
     "{", "\\(", "Answer:", "{answer: ", "answer" + 900 * "{" + ".", "\\boxed{", "\\boxed{1} ", "<answer>", "a", " ", "\n", "🙂",
-    "the answer is the answer is ", "the answer is 5, so ", "the ", "#### ", "\\", "$ ",
+    "the answer is the answer is ", "the answer is 5, so ", "the ", "#### ", "\\", "$ ", "#### Note: ", "(Answer: `",
+    "\\boxed{1} or ",
 ]  # fmt: skip
 
 
@@ -232,6 +242,23 @@ def test_time_and_memory_of_a_search_grow_with_the_text_and_no_faster(part, fram
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 300 * size
+
+
+@given(
+    st.lists(
+        st.sampled_from([*WORST, *'\n[("`:-1C', "Answer:\n- ", "</think>", "note: ", "####", "_", ", "]),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_ten_times_the_text_takes_about_ten_times_as_long(fragments):
+    part, took = "".join(fragments), list[float]()
+    for length in (10_000, 10_000, 100_000):
+        start = time.process_time()
+        FINDER(part * (length // len(part)))
+        took.append(time.process_time() - start)
+    assert took[-1] < 40 * max(min(took[:2]), 3e-3)
 
 
 def best_time(text: str) -> float:

@@ -56,6 +56,16 @@ def test_special_tokens_and_unknown_ids_have_no_bytes(name):
     assert token_bytes.pieces([end, *answer, unknown, end]) == [b"", *token_bytes.pieces(answer), b"", b""]
 
 
+@pytest.mark.parametrize("name", ["byte_level", "gemma", "bytes"])
+@pytest.mark.parametrize("marks", ["[/THINK]", "<|END_THINKING|>", "<|channel|> final <|message|>"])
+def test_what_ends_the_thoughts_is_read_though_it_is_special(name, marks):
+    tokenizer = BUILDERS[name]()
+    tokenizer.add_special_tokens({"additional_special_tokens": [mark for mark in marks.split() if mark != "final"]})
+    ids = tokenizer.encode("\\boxed{5}" + marks.replace(" ", "") + "The answer is 7.", add_special_tokens=False)
+    segments = segment_tokens(pieces := TokenBytes(tokenizer).pieces(ids), make_finder(["boxed", "the_answer_is"]))
+    assert [piece for piece, of in zip(pieces, segments, strict=True) if of == Segment.ANSWER][-1].strip() == b"7"
+
+
 class WithoutBackend:
     """The part of a tokenizer in pure Python that is used: one character a token."""
 

@@ -1,11 +1,13 @@
 """verl's reward function: paid is an answer that equals the ground truth, and nothing stalls training."""
 
+import json
 import logging
 import math
 import os
 import subprocess
 import sys
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ from oar_plugin.output import INSTALL
 from oar_plugin.runs import reward
 from oar_plugin.runs.math.answer import final_answer
 from oar_plugin.runs.reward import compute_score
+from oar_plugin.runs.turns import own_turns
 from tests.real_data import MATH_RESPONSES, read_lines
 
+TURNS = json.loads(Path(__file__).with_name("rows.json").read_text("utf-8"))["turns"]
 # Ground truths that the file's grader did not recognise in another notation (10000).
 GRADER_IS_WRONG = {"10{,}000"}
 KEYS = {"score", "acc", "no_truth", "no_answer", "unparsed", "failed"}
@@ -96,6 +100,18 @@ def test_a_grader_that_cannot_parse_is_refused_when_it_is_loaded(version, tmp_pa
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1].startswith("ImportError: no answer can be compared here: ")
     assert INSTALL in refused.stderr
+
+
+@pytest.mark.parametrize(("transcript", "info", "own"), TURNS)
+def test_only_the_models_own_turns_are_read(transcript, info, own):
+    assert [turn.strip() for turn in own_turns(transcript, info)] == own
+    assert compute_score("test", transcript, "8", info)["score"] == 0.0, "a tool's answer is not paid"
+
+
+def test_where_turns_cannot_be_told_the_log_says_so_once(caplog):
+    for _ in range(2):
+        assert own_turns("a 8 b", {"num_turns": np.int64(6)}) == ["a 8 b"]
+    assert [one.getMessage()[:22] for one in caplog.records] == ["the reward cannot tell"]
 
 
 @pytest.mark.skipif(not MATH_RESPONSES.is_file(), reason="no responses of a real model here")

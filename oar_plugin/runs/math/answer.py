@@ -8,6 +8,7 @@ Functions that call math-verify run in the processes of a `pool`: some expressio
 import functools
 import logging
 import unicodedata
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -17,10 +18,10 @@ from math_verify.grader import unwrap_eq
 from sympy import Eq, log, nsimplify
 
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.answer import make_finder
+from oar_plugin.credit.answer import OPTION, find_in_turns, make_finder, parts_of
 
-_find = make_finder(OarConfig().answer_patterns)
 _nfkc = functools.partial(unicodedata.normalize, "NFKC")
+_find, _find_box = make_finder(OarConfig().answer_patterns), make_finder(("boxed",))
 
 # What math-verify cannot read, or reads otherwise: `3e2` as 3 times e times 2, `10 000` as 0. In this order.
 _SIGNS: Any = {"∞": r"\infty ", "·": r"\cdot ", "×": r"\times ", "°": r"^\circ ", "、": ",", "−": "-", "⁄": "/"}
@@ -80,9 +81,18 @@ _NAME = regex.compile(  # dates, times, versions; words, but no product of lette
 )
 
 
-def final_answer(response: str) -> str | None:
-    """Return the answer by which a response is graded; None if the response has none."""
-    return response[span.start : span.end] if (span := _find(response)) else None
+def final_answer(response: str | Sequence[str], truths: Sequence[str] = ()) -> str | None:
+    """Return the answer by which a response, or a model's turns in order, is graded; None if there is none.
+
+    Boxes that are one answer are joined by commas. Where no truth is a letter, a box counts before an announced letter.
+    """
+    turns = [response] if isinstance(response, str) else response
+    if (found := find_in_turns(_find, turns)) is None:
+        return None
+    (number, answer), letter = found, regex.compile(r"\(?[A-Z]\)?")
+    if truths and not any(map(letter.fullmatch, truths)) and OPTION.fullmatch(turns[number], answer.start, answer.end):
+        answer = _find_box(turns[number]) or answer
+    return ", ".join(dict.fromkeys(parts_of(turns[number], answer)))
 
 
 def compare(ground_truth: str, answer: str) -> bool | None:

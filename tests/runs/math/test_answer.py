@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.answer import make_finder
+from oar_plugin.credit.answer import make_finder, parts_of
 from oar_plugin.runs.math.answer import canonical, compare, final_answer, warm_up
 
 CASES = json.loads(Path(__file__).with_name("cases.json").read_text(encoding="utf-8"))
@@ -20,7 +20,14 @@ def quiet():
 @pytest.mark.parametrize(("response", "expected"), CASES["final"])
 def test_reward_and_credit_read_the_same_answer(response, expected):
     span = make_finder(OarConfig().answer_patterns)(response)
-    assert final_answer(response) == expected == (span and response[span.start : span.end])
+    read = span and ", ".join(dict.fromkeys(parts_of(response, span)))
+    assert final_answer(response) == expected == read
+
+
+def test_the_truth_says_whether_a_letter_or_a_box_is_the_answer():
+    response = "\\boxed{x^2}\n**Answer: C**"
+    assert [final_answer(response, truths) for truths in ((), ["C"], ["(C)"], ["x^2"])] == ["C", "C", "C", "x^2"]
+    assert final_answer(["so \\boxed{3}", "the answer is 8", "Done."]) == "8", "the last turn that has any"
 
 
 @pytest.mark.parametrize(
