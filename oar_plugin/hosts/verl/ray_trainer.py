@@ -134,9 +134,10 @@ class OarRayTrainer(TrainerCredit):
             batch.batch.update(answer)
         fields = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
         entropy_BL, advantage_BL = fields.pop(ENTROPY, None), batch.batch["advantages"]
-        late_B1, size_B1 = fields[STATUS] == Status.NOT_NEEDED, largest(advantage_BL)
+        late_B1, size_BL = fields[STATUS] == Status.NOT_NEEDED, advantage_BL.abs().nan_to_num(0.0, 0.0, 0.0)
         if not alone and late_B1.any():  # a trainer of one's own may change rewards after the rows were chosen
-            late_B1 &= size_B1 - largest(self._advantage_of_scores(batch)) > LATE * size_B1.max()
+            grown_BL = size_BL - self._advantage_of_scores(batch).abs()
+            late_B1 &= grown_BL.amax(-1, keepdim=True) > LATE * size_BL.max()
             fields[STATUS] = fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED)
         fields[STATUS] = rewarded(fields[STATUS], advantage_BL[:, None])
         fields[WEIGHTS] = fields[WEIGHTS].masked_fill(fields[STATUS] == Status.BAD_REWARD, 1.0)
@@ -185,11 +186,6 @@ def asking(
         yield answer
     finally:
         workers.compute_log_prob = compute
-
-
-def largest(advantage_BL: Tensor) -> Tensor:
-    """The largest size of a row's advantage, `[B, 1]`; NaN and infinite ones count as 0."""
-    return advantage_BL.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True)
 
 
 def advantage_to_weight(**given: Any) -> Any:
