@@ -86,12 +86,14 @@ def parsed(algorithm: DictConfig) -> OarConfig:
     settings = OmegaConf.to_container(group, resolve=True) if OmegaConf.is_config(group) else group
     if settings is not None and not isinstance(settings, Mapping):
         raise OarConfigError(f"algorithm.oar={settings!r}: must be a group of settings, such as algorithm.oar.tau=0.4")
-    # Without a number before the run starts (`draw_seed`).
-    return OarConfig.parse({key: value for key, value in (settings or {}).items() if (key, value) != ("seed", None)})
+    given: dict[Any, Any] = dict(settings or {})
+    return OarConfig.parse(
+        {key: value for key, value in given.items() if (key, value) != ("seed", None)}
+    )  # `draw_seed`
 
 
 def draw_seed(config: DictConfig) -> None:
-    """Gives the `SEEDS` that are null, as with `data.seed=null`, a number: drawn once, kept in the run's folder, and logged.
+    """Gives `SEEDS` that are null, as with `data.seed=null`, a number: drawn once, kept in the run's folder, and logged.
 
     For the driver, before workers get the configuration.
     """
