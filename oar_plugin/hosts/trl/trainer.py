@@ -1,7 +1,7 @@
 """TRL's `GRPOTrainer` with token credit.
 
 TRL computes advantages in `_generate_and_score_completions`, one per response, and its loss takes one per token as well. This
-subclass scores the responses whose advantage is not zero with a pass of its own (TRL's log-probs come from a fused vocabulary
+subclass scores the responses that need credit with a pass of its own (TRL's log-probs come from a fused vocabulary
 projection, which gives no logits to start from) and makes an advantage per token. Everything else is TRL's.
 """
 
