@@ -190,7 +190,7 @@ def test_every_row_is_scored_with_kl_in_the_reward_or_before_a_reward_models_sco
 def test_equal_rewards_need_no_credit_though_rounding_gives_them_an_advantage(reward, number, others, bypass):
     uids = (*"a" * number, *"b" * len(others))
     batch, host_BL, metrics = step(trainer_of(), batch_of((5,) * len(uids), uids, (reward,) * number + others), bypass)
-    kept = [uid == "a" for uid in batch.non_tensor_batch["uid"]]
+    kept = batch.non_tensor_batch["uid"] == "a"
     assert batch.batch["advantages"][kept].equal(host_BL[kept])
     assert metrics["oar/scored"] == [pytest.approx(len(others) / len(uids))]
     assert metrics["oar/fallback/any"] == [0]

@@ -103,14 +103,12 @@ class OarGRPOTrainer(GRPOTrainer):
         part_GF = (reward_GF * self.reward_weights.to(reward_GF.device)).nan_to_num(0.0, torch.inf, -torch.inf)
         part_GF = part_GF.masked_fill(reward_GF.isnan().all(1, keepdim=True), torch.nan).cpu()
         self._reward_G = part_GF.sum(1)
-        each = (
-            self.multi_objective_aggregation == "normalize_then_sum"
-        )  # one function's rewards are compared with each other
+        each = self.multi_objective_aggregation == "normalize_then_sum"  # compares the rewards of each function
         whole = each or self.scale_rewards == "batch"
         infinite_NG = self._reward_G.isinf().view(-1, len(part_GF) if whole else self.num_generations)
         groups, some_G1 = [row // self.num_generations for row in range(len(part_GF))], torch.ones(len(part_GF), 1)
-        compared = [needs_credit(some_G1, parts, groups) for parts in (part_GF.split(1, 1) if each else [part_GF])]
-        self._differ_G = torch.stack(compared).any(0)
+        parts = part_GF.split(1, 1) if each else [part_GF]
+        self._differ_G = torch.stack([needs_credit(some_G1, part, groups) for part in parts]).any(0)
         self._bad_G = self._reward_G.isnan() | infinite_NG.any(1, keepdim=True).expand_as(infinite_NG).flatten()
         return reward_GF
 
@@ -131,8 +129,8 @@ class OarGRPOTrainer(GRPOTrainer):
         total = (args.vllm_max_model_length or longest_of(self.model.config)) if args.use_vllm else None
         request = credit.request(step, longest, self.temperature, max_length=total)
         first = self.accelerator.process_index * len(inputs)  # row 0 in the batch of all processes
-        here, device = slice(first, first + len(inputs)), batch.response_BL.device
-        bad_B, differ_B = self._bad_G[here].to(device), self._differ_G[here].to(device)
+        known_2B = torch.stack([self._bad_G, self._differ_G])[:, first : first + len(inputs)]
+        bad_B, differ_B = known_2B.to(batch.response_BL.device)
         needed_B = (output["advantages"] != 0) & differ_B & batch.response_BL.any(-1) & ~bad_B
         segments_BL, status_B = credit.segments(batch, needed_B, request)
         status_B[bad_B] = int(Status.BAD_REWARD)

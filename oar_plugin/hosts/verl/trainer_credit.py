@@ -72,6 +72,7 @@ class TrainerCredit:
 
 
 def needs_credit(oar: OarConfig | None, advantage_BL: Tensor, reward_BL: Tensor, groups: Sequence[Hashable]) -> Tensor:
+    """`estimator.needs_credit`, with rewards where equal ones make advantages zero."""
     relative = oar is not None and oar.base_estimator in ZERO_WHEN_EQUAL
     return estimator.needs_credit(advantage_BL, reward_BL if relative else None, groups)
 
