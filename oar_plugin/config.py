@@ -186,7 +186,8 @@ class OarConfig(_Settings):
     num_draws: int = Field(1, ge=1, le=64)
     """Number of draws of signs or noise to average per response; each draw repeats the backwards."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of the signs and the noise, which differ in every step; the host's RNG is never touched."""
+    """Seed of the signs and the noise, which differ in every step; the host's RNG is never touched. null (verl only): drawn at
+    the start, and kept in the run's folder."""
     fallback_warning: float = Field(0.5, gt=0, le=1)
     """A warning in the log says why, if over 20 steps a larger share of the responses that need credit falls back to GRPO. 1:
     no such warning after the first step."""

@@ -1,6 +1,7 @@
 """OAR as an estimator: a group-relative advantage times the gate's weights, with the fallbacks decided and counted."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,30 @@ from oar_plugin.credit.gate import kept_total, relative
 from oar_plugin.credit.importance import Importance
 from oar_plugin.output import warn_once
 from oar_plugin.passes.request import IMPORTANCE, MEASURES, SEGMENTS, STATUS, WEIGHTS
+
+ROUNDING = 2 * torch.finfo(torch.float32).eps  # of the largest reward of a group, times its number of responses
+
+
+def needs_credit(advantage_BL: Tensor, reward_BP: Tensor | None = None, groups: Sequence[Hashable] = ()) -> Tensor:
+    """Whether weights can change a response's update, bool `[B]`: its advantage is finite, and not zero at every token.
+
+    With rewards, not where those of a group of several responses are equal: the advantage is then what rounding leaves of zero,
+    which a division by the standard deviation makes up to 1. Give none if the host compares responses of different groups.
+    `reward_BP` has the parts of each reward, such as those of its tokens; P may be 1.
+    """
+    least_B, most_B = advantage_BL.aminmax(dim=-1)  # one pass: a driver does this for all ranks
+    needed_B = least_B.isfinite() & most_B.isfinite() & ((least_B != 0) | (most_B != 0))
+    if reward_BP is None:
+        return needed_B
+    reward_B, size_B = reward_BP.cpu().double().sum(-1), reward_BP.cpu().double().abs().sum(-1)
+    members = defaultdict[Hashable, list[int]](list)
+    for row in reward_B.isfinite().nonzero()[:, 0].tolist():
+        members[groups[row]].append(row)
+    for rows in (rows for rows in members.values() if len(rows) > 1):
+        least, most = reward_B[rows].aminmax()
+        if most - least <= ROUNDING * size_B[rows].max() * len(rows):
+            needed_B[rows] = False
+    return needed_B
 
 
 class Reshaped(NamedTuple):

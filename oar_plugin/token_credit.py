@@ -156,7 +156,7 @@ class TokenCredit:
     def segments(self, batch: PaddedBatch, needed_B: Tensor, request: Request) -> tuple[Tensor, Tensor]:
         """Finds the answer of each response. The model's own tokens before the answer are its reasoning.
 
-        `needed_B` (bool) is true for responses with a non-zero advantage. Other responses are not scored.
+        `needed_B` (bool) is true for responses that need credit (`estimator.needs_credit`). Others are not scored.
 
         Returns:
             A `Segment` per token, int8 `[B, L]`, and a `Status` per response, int64 `[B]`, on the batch's device. In a response

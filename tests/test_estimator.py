@@ -12,8 +12,9 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.credit.gate import bi_level
-from oar_plugin.estimator import reshape, weigh_rows
+from oar_plugin.estimator import needs_credit, reshape, weigh_rows
 from oar_plugin.passes.request import MEASURES, STATUS, WEIGHTS, Request
+from tests.asked import GIVEN
 from tests.own_importance import Saliency
 
 IMPORTANCE = torch.tensor([[0.0, 1.0, 5.0, 0.1, 0.0], [2.0, 1.0, 0.0, 0.0, 0.0]])
@@ -41,6 +42,12 @@ class Nats(Saliency):
 
 
 NATS = f"python:{__name__}:Nats"
+
+
+@pytest.mark.parametrize(("rewards", "groups", "needed"), GIVEN["needs_credit"])
+def test_a_group_needs_credit_if_its_rewards_differ_by_more_than_rounding(rewards, groups, needed):
+    reward_BP = torch.tensor(rewards).view(len(groups), -1)
+    assert needs_credit(torch.full((len(groups), 3), 0.056), reward_BP, groups).tolist() == list(map(bool, needed))
 
 
 def test_the_total_of_a_response_is_kept_and_the_gate_is_the_one_that_was_asked_for():

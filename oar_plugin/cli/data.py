@@ -1,6 +1,7 @@
 """`oar data` makes the files that recipes use for training and validation."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -24,19 +25,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _HELP + "".join(f"  {key:13}  {of.hub_id:34}  {of.licence}\n" for key, of in SOURCES.items())
     add = parser.add_argument
     add("names", nargs="+", choices=SOURCES, metavar="NAME", help="data sets, see above")
-    add("--out", type=Path, default=data_folder(), metavar="DIR", help="folder to write to (default: %(default)s)")
+    add("--out", type=Path, metavar="DIR", help="folder to write to (default: OAR_DATA, or ~/data/oar)")
     add("--from", dest="local", type=Path, metavar="PATH", help="a copy of the repository, or a folder of copies NAME")
 
 
 def run(args: argparse.Namespace) -> int:
     """Return 0, or 1 if a package or a data set is missing. The message says what to do."""
     try:
+        out = args.out or data_folder()
+        out.mkdir(parents=True, exist_ok=True)
+        if not os.access(os.path.expanduser("~"), os.W_OK):
+            os.environ.setdefault("HF_HOME", str(out / ".huggingface"))  # the hub's client keeps a cache
         for name in dict.fromkeys(args.names):
             for split in SOURCES[name].splits:
-                say(f"{args.out / name / split}.parquet: {prepare(name, split, args.out, args.local)}")
+                say(f"{out / name / split}.parquet: {prepare(name, split, out, args.local)}")
     except ModuleNotFoundError as error:
         return missing_package("data", error.name)
     except (DataError, OSError) as error:
-        say(f"oar data: {error}", sys.stderr)
+        say(f"oar data: {error}{'; --out names another folder' * (not args.out)}", sys.stderr)
         return 1
     return 0

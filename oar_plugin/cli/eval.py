@@ -10,7 +10,7 @@ from oar_plugin.cli.arguments import listed, missing_package, positive, share, w
 from oar_plugin.output import say, write_whole
 from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.evaluate.checkpoints import find
-from oar_plugin.runs.math.sources import data_folder
+from oar_plugin.runs.math.sources import DataError, data_folder
 
 _HELP = """\
 Generate K responses to every problem with vLLM on all visible GPUs, grade them with the recipes' reward, and print avg@K (mean
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         say(f"{_evaluate(args, methods, baseline)}written to {args.out}: results.json, table.md and the responses")
         return 0
-    except (EvaluationError, ImportError, OSError) as error:
+    except (EvaluationError, DataError, ImportError, OSError) as error:
         _tell(error)
         return 1
 

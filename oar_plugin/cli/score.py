@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import torch
 import yaml
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, FiniteFloat
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, FiniteFloat, ValidationError, model_validator
 from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,6 +37,21 @@ class Text(BaseModel, coerce_numbers_to_str=True, extra="allow"):
     source: str = Field("", validation_alias=AliasChoices("source", "data_source"))
     group: str = ""
     step: int = Field(0, ge=0)
+    _left_out: dict[str, Any] = {}
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _without(cls, row: Any, read: Any) -> Any:
+        """Leaves out what cannot be used in a row of verl's dump, but for prompt and response: a reward function chose it."""
+        try:
+            return read(row)
+        except ValidationError as error:
+            wrong = {str(name): row[name] for name, *_ in (one["loc"] for one in error.errors()) if name in row}
+            if "output" not in row or not wrong or wrong.keys() & {"input", "output"}:
+                raise
+            text = cls.model_validate({name: value for name, value in row.items() if name not in wrong})
+            text._left_out = wrong | text._left_out
+            return text
 
 
 def configs_of(names: Sequence[str] | None, settings: Sequence[str]) -> list[OarConfig]:
@@ -57,6 +72,8 @@ def scored(files: Sequence[Path], checkpoint: str, configs: Sequence[OarConfig])
         rewards[text.step, text.group].append(text.reward)
     if unread := sorted({key for _, text in texts for key in text.model_extra or ()}):
         say(f"oar inspect: keys that are not read: {', '.join(unread)}", sys.stderr)
+    if lacking := [f"{uid}: {text._left_out!r:.200}" for uid, text in texts if text._left_out]:
+        say(f"oar inspect: {len(lacking)} of {len(texts)} rows lack what is unusable, first {lacking[0]}", sys.stderr)
     model, tokenizer = _load(checkpoint)
     console = Console(stderr=True)
     for uid, text in track(texts, "scoring", console=console, transient=True, disable=not console.is_terminal):
@@ -84,7 +101,7 @@ def scored(files: Sequence[Path], checkpoint: str, configs: Sequence[OarConfig])
 def _read(file: Path) -> Iterator[tuple[str, Text]]:
     """Yields an id and the text of each line. A text with a truth and without a reward gets the recipes' reward."""
     for number, text in rows_of(file, Text):
-        if text.reward is None and text.truth is not None:
+        if text.reward is None and text.truth is not None and not text._left_out.keys() & {"score", "reward"}:
             from oar_plugin.runs.reward import compute_score
 
             text.reward = compute_score(text.source, text.response, text.truth)["score"]

@@ -12,7 +12,7 @@ class Status(enum.IntEnum):
     """The outcome of one response. Every status except `SCORED` and `NOT_NEEDED` is a counted fallback to GRPO."""
 
     SCORED = 0
-    NOT_NEEDED = 1  # its advantage is exactly zero: no weight would change anything
+    NOT_NEEDED = 1  # its advantage is zero, or what rounding leaves of zero: no weight would change anything
     NO_ANSWER = 2
     TRUNCATED = 3
     NO_REASONING = 4  # the answer opens the response

@@ -434,7 +434,7 @@ function build() {
     const about = make("p", {className: "about"}, joined(step && `Step ${step}`, source,
       `${group.length} response${group.length > 1 ? "s" : ""}`, rewards.length && `mean reward ${format(sum(rewards) / rewards.length)}`,
       responses.some(r => r.advantage) && noPush(group)),
-      ...(truth === null ? [] : [" · right answer ", make("bdi", {textContent: visible(truth)})]));
+      ...(truth === null ? [" · no right answer"] : [" · right answer ", make("bdi", {textContent: visible(truth)})]));
     byId("groups").append(make("section", {className: "group"}, make("details", {className: "prompt"},
       make("summary", {}, make("h2", {textContent: visible((same ? "… " : "") + asked[i].slice(same))})),
       make("pre", {textContent: visible(prompt)}), make("p", {className: "about id", textContent: `group ${visible(id)}`})),

@@ -14,8 +14,8 @@ def text_of(responses: Sequence[Response]) -> str:
         numbers = {"advantage": response.advantage, "reward": response.reward}
         head = [f"step {response.step}", response.group, response.uid, response.status]
         head += [name for name in response.importance if name.endswith(PREDICTED)]
-        head += [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
-        head += [] if response.truth is None else [f"truth {response.truth}"]
+        head += [f"no {name}" if value is None else f"{name} {value:.4g}" for name, value in numbers.items()]
+        head += ["no truth" if response.truth is None else f"truth {response.truth}"]
         pairs = zip(response.tokens, response.weights or [1.0] * len(response.tokens), strict=True)
         runs = groupby(pairs, lambda pair: pair[1] > 1)
         texts = [("[[{}]]" if above else "{}").format("".join(token for token, _ in run)) for above, run in runs]

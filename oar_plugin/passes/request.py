@@ -27,7 +27,7 @@ from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.probe import Probe
 
 REQUEST = "oar_request"
-NEEDED = "oar_needed"  # field, int64 [1] per row: 1 if the response's advantage is not 0, or not known
+NEEDED = "oar_needed"  # field, int64 [1] per row: 1 if the response needs credit (`estimator.needs_credit`)
 SHOWN = IMPORTANCE, SEGMENTS = "oar_importance", "oar_segments"
 USED = WEIGHTS, STATUS, MEASURES, SECONDS = "oar_weights", "oar_status", "oar_measures", "oar_seconds"
 FIELDS = *SHOWN, *USED

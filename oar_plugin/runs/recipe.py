@@ -91,6 +91,9 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         if unknown := re.match(r"Could not override '([\w.]+)'", reason):
             hint = _hint(unknown[1], _verls("dp") | _verls("megatron"))
             reason = f"verl has no key {unknown[1]}{hint}; on the command line ++KEY adds one"
+        if word := getattr(error, "override", None) or next((word for word in overrides if word in reason), ""):
+            advice = "a text with = , ( or { in it needs quotes of its own: \"KEY='/a=b'\", in a list \"KEY=['/a=b']\""
+            raise RecipeError(f"{word}: is not read as one KEY=VALUE; {advice}") from error
         raise RecipeError(f"{folder / variant}.yaml does not compose: {reason}") from error
     added = [(word.lstrip("+~").partition("=")[0], word) for word in overrides if "=" in word]
     known = "".join(f"\n{key}." for key in verls)

@@ -23,6 +23,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import GROUPS, LEFT_DEFAULTS, PREFIX, OarConfig
+from oar_plugin.hosts.verl.settings import draw_seed
 from oar_plugin.output import say, write_whole
 from oar_plugin.runs.recipe import flat
 
@@ -179,6 +180,7 @@ class KeepRun(Callback):
         if opened is None:
             say(f"oar: {_folder(config)}: this run has finished; move the folder away to start it again", sys.stderr)
             sys.exit(0)
+        draw_seed(config)  # the folder's record has null, as the next start will
         if validated := only_validates(config):
             say(f"oar: validates {validated}", sys.stderr)
         (opened / "metrics").mkdir(exist_ok=True)

@@ -112,6 +112,16 @@ def test_a_row_is_read_as_it_is_meant_or_refused_with_its_line(row, read, here, 
         assert [[found.prompt, found.truth, found.reward] for found in scored()[0]] == [read]
 
 
+def test_a_dump_of_verls_says_what_its_rows_lack(here, model_folder, capsys):
+    rows = [{"input": "A", "output": "x #### 5", "gts": {"n": 1}, "score": score} for score in (1.0, float("nan"), 0.0)]
+    (here / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["inspect", "mine.jsonl", "--model", str(model_folder), "--format", "text"]) == 0
+    said = capsys.readouterr()
+    assert "3 of 3 rows lack what is unusable, first mine:1: {'gts': {'n': 1}}" in said.err
+    heads = [line.split("  ")[-3:] for line in said.out.splitlines() if line.startswith("step")]
+    assert heads == [["no advantage", reward, "no truth"] for reward in ("reward 1", "no reward", "reward 0")]
+
+
 def test_grading_without_its_package_says_what_to_install_here(here, model_folder, capsys, no_grader):
     assert main(["inspect", "mine.jsonl", "--model", str(model_folder)]) == 1
     assert "no answer can be compared here: ModuleNotFoundError" in (said := capsys.readouterr().err)

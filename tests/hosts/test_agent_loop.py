@@ -38,6 +38,7 @@ from tests.hosts.engine import world
         ([None, None], True, [None, False]),
         ([1.0, None, 1.0], True, [None, None, False]),
         ([0.5], True, [False]),
+        ([0.1 + 0.2, 0.3, 0.3], True, [None, None, False]),
         ([1.0, 1.0], False, [True, True]),
         (["later", None], True, [True, True]),
     ],

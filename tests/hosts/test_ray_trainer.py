@@ -184,6 +184,25 @@ def test_every_row_is_scored_with_kl_in_the_reward_or_before_a_reward_models_sco
     assert one._has_advantage(batch).all()
 
 
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("others", [(), (1.0, 0.0)])
+@pytest.mark.parametrize(("reward", "number"), GIVEN["equal"])
+def test_equal_rewards_need_no_credit_though_rounding_gives_them_an_advantage(reward, number, others, bypass):
+    uids = (*"a" * number, *"b" * len(others))
+    batch, host_BL, metrics = step(trainer_of(), batch_of((5,) * len(uids), uids, (reward,) * number + others), bypass)
+    kept = batch.non_tensor_batch["uid"] == "a"
+    assert batch.batch["advantages"][kept].equal(host_BL[kept])
+    assert metrics["oar/scored"] == [pytest.approx(len(others) / len(uids))]
+    assert metrics["oar/fallback/any"] == [0]
+
+
+def test_a_seed_that_is_null_is_drawn_once_in_a_runs_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    first, again = (trainer_of(seed=None) for _ in range(2))
+    assert first.oar.seed == again.oar.seed == first.config.algorithm.oar.seed
+    assert capsys.readouterr().err.count(f"algorithm.oar.seed: {first.oar.seed}, drawn for this run") == 2
+
+
 def test_ranks_get_equal_numbers_of_rows_to_score():
     """verl's own dealing, by tokens, gives one of the two ranks all four of them."""
     one, metrics = trainer_of(workers=Workers(ranks=2)), {}

@@ -173,6 +173,27 @@ def test_the_base_advantage_is_the_hosts_own_and_its_total_is_kept(world, estima
     assert one.metrics["oar/scored"] == 1.0
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo"])
+@pytest.mark.parametrize(("reward", "number"), GIVEN["equal"])
+def test_equal_rewards_need_no_credit_though_rounding_gives_them_an_advantage(world, reward, number, estimator):
+    rewards, uids = [reward] * number + [1, 0], [*"a" * number, "b", "b"]
+    one = world(lengths=[4] * len(uids), uids=uids, rewards=rewards, base_estimator=estimator)
+    one.trainer._mark_needed_rows(one.batch, {})
+    assert one.needed() == [0] * number + [1, 1]
+    one.report_from_actor([Status.SCORED if needed else Status.NOT_NEEDED for needed in one.needed()])
+    got, host = one.credited()[:number], one.host_advantage(estimator)[:number]
+    assert got.equal(host)
+    assert host.any() == (number > 5), "a sum of five is exact"
+    assert one.metrics["oar/scored"] == pytest.approx(2 / len(uids))
+
+
+def test_a_prompts_only_session_needs_credit_whatever_its_trajectories(world):
+    one = world(rewards=[0.9, 0.9], lengths=[5, 6], uids=["a"] * 2)
+    one.keys = one.batch.keys = ["a_0_0", "a_0_1"]
+    one.trainer._mark_needed_rows(one.batch, {})
+    assert one.needed() == [1, 1]
+
+
 def test_a_step_without_an_update_scores_nothing(world, monkeypatch):
     one, seen = world(), []
     one.trainer.config.trainer.critic_warmup = 2

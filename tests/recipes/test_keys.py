@@ -5,11 +5,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 pytest.importorskip("verl")
 
+from oar_plugin.hosts.verl.settings import SEEDS
 from oar_plugin.runs.allowed import unknown_names
 from oar_plugin.runs.recipe import RecipeError, check_config, compose_recipe, find_recipe
+from oar_plugin.runs.run_folder import KeepRun
 
 CASES = json.loads(Path(__file__).with_name("cases.json").read_text())
 RECIPE, MATH = find_recipe("qwen2_5_32b_megatron"), find_recipe("qwen2_5_7b_math")
@@ -69,11 +72,24 @@ def test_values_and_added_keys_that_verl_reads_are_accepted(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_seed_of_null_starts_both_variants_with_a_number_that_is_drawn_once(tmp_path, capsys):
+    drawn = {}
+    for variant in ("oar", "grpo", "oar"):
+        config = compose_recipe(MATH, variant, ["data.seed=null", f"trainer.default_local_dir='{tmp_path}/{variant}'"])
+        check_config(config)
+        KeepRun().on_run_start(config)
+        (number,) = {OmegaConf.select(config, key) for key in SEEDS[variant == "grpo" :]}
+        assert f" {number}, drawn for this run" in capsys.readouterr().err
+        assert drawn.setdefault(variant, number) == number
+    assert drawn["oar"] != drawn["grpo"]
+
+
 @pytest.mark.parametrize("word", CASES["added"])
 def test_an_added_key_that_nothing_reads(word):
     with pytest.raises(RecipeError) as refused:
         compose_recipe(RECIPE, "oar", [word])
     assert CASES["added"][word] in str(refused.value)
+    assert ".yaml" not in str(refused.value), "no file of the recipe is at fault"
 
 
 def test_an_added_key_that_code_of_ones_own_may_read_is_noted_once(capsys):

@@ -15,11 +15,14 @@ from torch.nn.functional import pad
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.estimator import needs_credit
 from oar_plugin.hosts.openrlhf.actor import ActorPass
 from oar_plugin.hosts.openrlhf.settings import OPTION, settings_of
 from oar_plugin.page.dumps import Dumps
 from oar_plugin.passes.request import Request
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
+
+ZERO_WHEN_EQUAL = ("group_norm", "rloo", "dr_grpo")  # the estimators under which equal rewards have no advantage
 
 
 class OarAdvantage:
@@ -46,7 +49,7 @@ class OarAdvantage:
         # A response reaches from its first own token to its last.
         response_BL = (own_BL.cumsum(-1) > 0) & (own_BL.flip(-1).cumsum(-1).flip(-1) > 0)
         self._batch = PaddedBatch(token_BL, mask_BL, response_BL, own_BL)
-        needed_B = _has_an_advantage(experience_maker, samples_list)
+        needed_B = self._needs_credit(experience_maker, samples_list)
         cut_B = torch.cat([s.truncated.bool() | (s.total_length >= args.data.max_len) for s in samples_list])
         self._segments_BL, self._status_B = credit.segments(self._batch, needed_B & ~cut_B, request)
         self._status_B[needed_B & cut_B] = int(Status.TRUNCATED)
@@ -85,6 +88,18 @@ class OarAdvantage:
             experience.advantages = part_BL[:, : experience.advantages.shape[1]].clone()
             experience.info.update({name: torch.full((len(part_BL),), value) for name, value in metrics.items()})
 
+    def _needs_credit(self, maker: Any, samples: Sequence[Any]) -> Tensor:
+        """`estimator.needs_credit` of each response, bool `[B]`; all need it while there are no rewards."""
+        if samples[0].rewards is None:
+            return torch.cat([s.action_mask.bool().any(-1) for s in samples])
+        copies = [replace(s, rewards=s.rewards.clone(), kl=s.action_mask * 0.0, info=dict(s.info)) for s in samples]
+        copies = maker.compute_advantages_and_returns(copies)
+        advantage_BL = _whole([copy.advantages * copy.action_mask for copy in copies])
+        if self._args.algo.advantage.estimator not in ZERO_WHEN_EQUAL:
+            return needs_credit(advantage_BL)
+        groups = [index // self._args.rollout.n_samples_per_prompt for index in _column(copies, "index")]
+        return needs_credit(advantage_BL, torch.cat([copy.rewards for copy in copies])[:, None], groups)
+
     def _rows(self, experiences: Sequence[Any]) -> Iterator[tuple[int, str, str, float]]:
         """Row, group, id and reward of each response with a token of its own, in the order of the samples."""
         index, reward_B = _column(experiences, "index"), torch.cat([e.info["reward"] for e in experiences]).float()
@@ -105,13 +120,3 @@ def _whole(parts: Sequence[Tensor]) -> Tensor:
     """Micro-batches `[B, A]` as one batch, padded on the right."""
     longest = max(part.shape[1] for part in parts)
     return torch.cat([pad(part, (0, longest - part.shape[1])) for part in parts])
-
-
-def _has_an_advantage(maker: Any, samples: Sequence[Any]) -> Tensor:
-    """bool `[B]`: the responses whose advantage is finite and not exactly zero, or all of them while there are no rewards."""
-    if samples[0].rewards is None:
-        return torch.cat([s.action_mask.bool().any(-1) for s in samples])
-    copies = [replace(s, rewards=s.rewards.clone(), kl=s.action_mask * 0.0, info=dict(s.info)) for s in samples]
-    copies = maker.compute_advantages_and_returns(copies)
-    advantages = [copy.advantages * copy.action_mask for copy in copies]
-    return torch.cat([(one != 0).any(-1) & one.isfinite().all(-1) for one in advantages])

@@ -1,7 +1,7 @@
 """TRL's `GRPOTrainer` with token credit.
 
 TRL computes advantages in `_generate_and_score_completions`, one per response, and its loss takes one per token as well. This
-subclass scores the responses whose advantage is not zero with a pass of its own (TRL's log-probs come from a fused vocabulary
+subclass scores the responses that need credit with a pass of its own (TRL's log-probs come from a fused vocabulary
 projection, which gives no logits to start from) and makes an advantage per token. Everything else is TRL's.
 """
 
@@ -18,6 +18,7 @@ from trl import GRPOTrainer
 
 from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.diagnostics import Status, summarize
+from oar_plugin.estimator import needs_credit
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.segments import longest_of
 from oar_plugin.passes.taps import check_model, logit_changes
@@ -98,11 +99,16 @@ class OarGRPOTrainer(GRPOTrainer):
         reward_GF: Tensor = super()._calculate_rewards(*arguments, **named)
         if not self.model.training:  # an evaluation may have groups of another size
             return reward_GF
-        total_G: Tensor = (reward_GF * self.reward_weights.to(reward_GF.device)).nansum(1)
         # NaN where no function gave a reward: TRL leaves it out. An infinite one spoils all that it is normalised with.
-        self._reward_G = total_G.masked_fill(reward_GF.isnan().all(1), torch.nan).cpu()
-        whole = self.scale_rewards == "batch" or self.multi_objective_aggregation == "normalize_then_sum"
-        infinite_NG = self._reward_G.isinf().view(-1, len(total_G) if whole else self.num_generations)
+        part_GF = (reward_GF * self.reward_weights.to(reward_GF.device)).nan_to_num(0.0, torch.inf, -torch.inf)
+        part_GF = part_GF.masked_fill(reward_GF.isnan().all(1, keepdim=True), torch.nan).cpu()
+        self._reward_G = part_GF.sum(1)
+        each = self.multi_objective_aggregation == "normalize_then_sum"  # compares the rewards of each function
+        whole = each or self.scale_rewards == "batch"
+        infinite_NG = self._reward_G.isinf().view(-1, len(part_GF) if whole else self.num_generations)
+        groups, some_G1 = [row // self.num_generations for row in range(len(part_GF))], torch.ones(len(part_GF), 1)
+        parts = part_GF.split(1, 1) if each else [part_GF]
+        self._differ_G = torch.stack([needs_credit(some_G1, part, groups) for part in parts]).any(0)
         self._bad_G = self._reward_G.isnan() | infinite_NG.any(1, keepdim=True).expand_as(infinite_NG).flatten()
         return reward_GF
 
@@ -123,8 +129,9 @@ class OarGRPOTrainer(GRPOTrainer):
         total = (args.vllm_max_model_length or longest_of(self.model.config)) if args.use_vllm else None
         request = credit.request(step, longest, self.temperature, max_length=total)
         first = self.accelerator.process_index * len(inputs)  # row 0 in the batch of all processes
-        bad_B = self._bad_G[first : first + len(inputs)].to(batch.response_BL.device)
-        needed_B = (output["advantages"] != 0) & batch.response_BL.any(-1) & ~bad_B
+        known_2B = torch.stack([self._bad_G, self._differ_G])[:, first : first + len(inputs)]
+        bad_B, differ_B = known_2B.to(batch.response_BL.device)
+        needed_B = (output["advantages"] != 0) & differ_B & batch.response_BL.any(-1) & ~bad_B
         segments_BL, status_B = credit.segments(batch, needed_B, request)
         status_B[bad_B] = int(Status.BAD_REWARD)
         importance_BL = self._importance(batch, segments_BL, request)

@@ -23,10 +23,10 @@ from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import response_seeds, step_seed
 from oar_plugin.credit.perturbation import units
-from oar_plugin.estimator import weigh_rows
+from oar_plugin.estimator import needs_credit, weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, TENTHS, OffloadRecord
-from oar_plugin.hosts.verl.settings import length_limits, resolve
+from oar_plugin.hosts.verl.settings import ZERO_WHEN_EQUAL, length_limits, resolve
 from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
 from oar_plugin.output import logger
 from oar_plugin.passes.prediction import ENOUGH, hashed
@@ -39,9 +39,6 @@ ATTEMPTS = 2  # maximum number of attempts to score a response
 STATUS_OF_FAULT: dict[str | None, Status] = {None: Status.SCORED, "failed": Status.ENGINE_FAILED}
 STATUS_OF_FAULT |= {fault: Status[fault.upper()] for fault in ("timed_out", "too_long", "aborted", "non_finite")}
 
-# With these estimators, equal rewards in a group make all of its advantages zero. Others normalise over the batch.
-ZERO_WHEN_EQUAL = ("grpo", "rloo", "opo")
-
 
 class Group:
     """The responses to one prompt. `matters` returns whether to score them, as early as this is known.
@@ -51,15 +48,18 @@ class Group:
 
     def __init__(self, size: int, decides: bool) -> None:
         self._size, self._differ = size, not decides
-        self._reported, self._rewards = set[int](), set[float]()
+        self._reported, self._rewards = set[int](), list[float]()
         self._known = asyncio.Event()
 
     def report(self, session: int, reward: float | None, comes_later: bool = False) -> None:
         """Count a session as finished, once. `reward` is None if it failed, or if rewards are computed after this loop."""
         self._reported.add(session)
         if reward is not None:
-            self._rewards.add(reward)
-        self._differ = self._differ or comes_later or len(self._rewards) > 1
+            self._rewards.append(reward)
+        if (number := len(self._rewards)) > 1:
+            reward_B1, some_B1 = torch.tensor(self._rewards)[:, None], torch.ones(number, 1)
+            self._differ |= bool(needs_credit(some_B1, reward_B1, [0] * number).any())
+        self._differ |= comes_later
         if self._differ or len(self._reported) >= self._size:
             self._known.set()
 

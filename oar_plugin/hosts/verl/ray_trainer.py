@@ -26,14 +26,14 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import rewarded, weighted
 from oar_plugin.hosts.verl import capabilities
-from oar_plugin.hosts.verl.settings import parsed, resolve, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, has_advantage, no_importance
+from oar_plugin.hosts.verl.settings import draw_seed, parsed, resolve, switched_on
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, needs_credit, no_importance
 from oar_plugin.hosts.verl.viewer import padded_batch, show
 from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, SHOWN, STATUS, USED, WEIGHTS
 
 SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl balances it
 ENTROPY = "oar_entropy"  # field of the log-prob pass, for dumps. verl drops its own
-LATE = 0.05  # of the largest advantage: what a row that was not scored may have without being counted as a fallback
+LATE = 0.05  # of the largest advantage: by how much that of a row may exceed what its scores give. Less is rounding
 UNUSED = 8  # advantages before the first update; with `trainer.critic_warmup`, one more for each of its steps
 OURS = (*FIELDS, NEEDED, ENTROPY)
 RESHAPED = "oar_reshaped"  # in a batch's `meta_info`: its advantages have the weights already
@@ -55,6 +55,7 @@ class OarRayTrainer(TrainerCredit):
     def config(self, config: DictConfig) -> None:
         self._config = config
         if switched_on(config) and self.oar is None:
+            draw_seed(config)
             set_v1 = OmegaConf.select(config, "trainer.use_v1")  # a main of one's own need not set it
             used: Any = OmegaConf.merge(config, {"trainer": {"use_v1": False}}) if set_v1 else config
             self.oar, OarRayTrainer.running = resolve(used, here=True), True
@@ -76,16 +77,20 @@ class OarRayTrainer(TrainerCredit):
             batch.reorder(torch.tensor(order))
 
     def _has_advantage(self, batch: DataProto) -> Tensor:
-        """Whether a row has an advantage, bool `[B]`: only there can weights change the update.
+        """Whether a row needs credit, bool `[B]`.
 
         The base estimator computes the advantage from rewards alone. It is not known yet with KL in the reward, or before a
         reward model's scores: then every row counts.
         """
         if self.config.algorithm.use_kl_in_reward or "rm_scores" not in batch.batch:
             return torch.ones(len(batch), dtype=torch.bool)
+        advantage_BL, reward_BL = self._advantage_of_scores(batch), batch.batch["rm_scores"]
+        return needs_credit(self.oar, advantage_BL, reward_BL, batch.non_tensor_batch["uid"])
+
+    def _advantage_of_scores(self, batch: DataProto) -> Tensor:
         given = {"token_level_rewards": batch.batch["rm_scores"], "response_mask": batch.batch["response_mask"]}
-        advantage_BL, _ = base_advantage(**given, index=batch.non_tensor_batch["uid"], config=self.config.algorithm)
-        return has_advantage(advantage_BL)
+        made: Tensor = base_advantage(**given, index=batch.non_tensor_batch["uid"], config=self.config.algorithm)[0]
+        return made
 
     def _start(self, oar: OarConfig) -> None:
         """Checks the nodes before the first log-prob pass: some of verl's trainers have no hook between workers and steps."""
@@ -120,7 +125,8 @@ class OarRayTrainer(TrainerCredit):
             return super()._update_actor(batch)  # type: ignore[misc]
         started, metrics = time.perf_counter(), dict[str, float]()
         if alone := WEIGHTS not in batch.batch:  # bypass mode: no pass has computed log-probs, so this needs its own
-            with self._asking(has_advantage(batch.batch["advantages"]), importance_only=True) as answer:
+            given = batch.batch["advantages"], batch.batch["token_level_rewards"], batch.non_tensor_batch["uid"]
+            with self._asking(needs_credit(self.oar, *given), importance_only=True) as answer:
                 data = left_right_2_no_padding(batch.to_tensordict())
                 temperature = self.config.actor_rollout_ref.rollout.temperature
                 tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
@@ -128,10 +134,12 @@ class OarRayTrainer(TrainerCredit):
             batch.batch.update(answer)
         fields = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
         entropy_BL, advantage_BL = fields.pop(ENTROPY, None), batch.batch["advantages"]
-        # A trainer of one's own may change rewards after the rows were chosen. Less is what rounding leaves of equal rewards.
-        largest_B1 = advantage_BL.abs().nan_to_num(0.0, 0.0, 0.0).amax(-1, keepdim=True)
-        late_B1 = (fields[STATUS] == Status.NOT_NEEDED) & (largest_B1 > LATE * largest_B1.max())
-        fields[STATUS] = rewarded(fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED), advantage_BL[:, None])
+        late_B1, size_BL = fields[STATUS] == Status.NOT_NEEDED, advantage_BL.abs().nan_to_num(0.0, 0.0, 0.0)
+        if not alone and late_B1.any():  # a trainer of one's own may change rewards after the rows were chosen
+            grown_BL = size_BL - self._advantage_of_scores(batch).abs()
+            late_B1 &= grown_BL.amax(-1, keepdim=True) > LATE * size_BL.max()
+            fields[STATUS] = fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED)
+        fields[STATUS] = rewarded(fields[STATUS], advantage_BL[:, None])
         fields[WEIGHTS] = fields[WEIGHTS].masked_fill(fields[STATUS] == Status.BAD_REWARD, 1.0)
         status_B = fields[STATUS][:, 0]
         self._count(metrics, fields[MEASURES], status_B, batch.batch["token_level_scores"])

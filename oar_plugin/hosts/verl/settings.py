@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from secrets import randbelow
 from typing import Any, NamedTuple
 
 import yaml
@@ -13,9 +14,12 @@ from oar_plugin.config import OarConfig, OarConfigError
 from oar_plugin.credit.importance import named
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm.versions import installed
+from oar_plugin.output import say, write_whole
 
 ESTIMATOR = "oar"
 RAY_TRAINER = "ray_trainer"  # the feature in `capabilities` of `trainer.use_v1=False`
+# Base estimators under which equal rewards in a group make all of its advantages zero. Others normalise over the batch.
+ZERO_WHEN_EQUAL = ("grpo", "rloo", "opo")
 # Values of the actor's strategy, and the feature in `capabilities` that each needs.
 STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 
@@ -40,6 +44,7 @@ REFUSED = {
 }
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
+SEEDS = ("algorithm.oar.seed", f"{_ROLLOUT}.seed", f"{_ACTOR}.data_loader_seed")  # in recipes all are `data.seed`
 _OR_LOCAL = "or algorithm.oar.perturbation.backend=actor"
 
 
@@ -81,7 +86,24 @@ def parsed(algorithm: DictConfig) -> OarConfig:
     settings = OmegaConf.to_container(group, resolve=True) if OmegaConf.is_config(group) else group
     if settings is not None and not isinstance(settings, Mapping):
         raise OarConfigError(f"algorithm.oar={settings!r}: must be a group of settings, such as algorithm.oar.tau=0.4")
-    return OarConfig.parse(settings)  # type: ignore[arg-type]
+    given: dict[Any, Any] = dict(settings or {})
+    return OarConfig.parse(
+        {key: value for key, value in given.items() if (key, value) != ("seed", None)}
+    )  # `draw_seed`
+
+
+def draw_seed(config: DictConfig) -> None:
+    """Gives `SEEDS` that are null, as with `data.seed=null`, a number: drawn once, kept in the run's folder, and logged.
+
+    For the driver, before workers get the configuration.
+    """
+    if unset := [key for key in SEEDS if OmegaConf.select(config, key, default=0) is None]:
+        file = Path(config.trainer.default_local_dir, "seed.txt")
+        if not file.is_file():
+            write_whole(file, str(randbelow(2**31)))
+        for key in unset:
+            OmegaConf.update(config, key, int(file.read_text("utf-8")))
+        say(f"oar: {', '.join(unset)}: {file.read_text('utf-8')}, drawn for this run, kept in {file}", sys.stderr)
 
 
 def resolve(config: DictConfig, here: bool = False) -> OarConfig:

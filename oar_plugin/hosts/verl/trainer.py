@@ -7,6 +7,7 @@ gate's weights. Everything else is the host's. The subclasses replace verl's in 
 """
 
 import pkgutil
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -25,8 +26,8 @@ from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import rewarded, weighted
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.offload import ACTOR_MAY_HELP, ENGINE_FIELDS, OFFLOAD, merged, offload_metrics, switch_on
-from oar_plugin.hosts.verl.settings import resolve, switched_on
-from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, has_advantage, no_importance
+from oar_plugin.hosts.verl.settings import draw_seed, resolve, switched_on
+from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, needs_credit, no_importance
 from oar_plugin.hosts.verl.viewer import QueuedBatch, show
 from oar_plugin.output import logger
 from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS, nested
@@ -46,6 +47,7 @@ class OarTrainerMixin(TrainerCredit):
         return super().__new__(cls) if switched_on(config) else cls.host(config)
 
     def __init__(self, config: DictConfig) -> None:
+        draw_seed(config)
         self.oar = resolve(config, here=True)
         if self.oar.offloads:
             switch_on(config, self.oar)
@@ -141,7 +143,11 @@ class OarTrainerMixin(TrainerCredit):
             norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
             config=algorithm,
         )
-        return has_advantage(data.batch["advantages"])
+        # All trajectories of a session have its reward. A prompt's only session has no others to be equal to.
+        sessions = {key.rsplit("_", 1)[0] for key in batch.keys}
+        number = Counter(session.rsplit("_", 1)[0] for session in sessions)
+        groups = [key if number[prompt := key.rsplit("_", 2)[0]] == 1 else prompt for key in batch.keys]
+        return needs_credit(self.oar, data.batch["advantages"], fields["rm_scores"], groups)
 
     # ---- the host's advantage, times the weights
 

@@ -1,20 +1,21 @@
 """What token credit adds to each of verl's trainers. `trainer` (v1) and `ray_trainer` know how their batches are held."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig
 from torch import Tensor
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
 
+from oar_plugin import estimator
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
 from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
-from oar_plugin.hosts.verl.settings import STRATEGIES, length_limits
+from oar_plugin.hosts.verl.settings import STRATEGIES, ZERO_WHEN_EQUAL, length_limits
 from oar_plugin.hosts.verl.viewer import QueuedBatch
 from oar_plugin.passes.request import SEGMENTS
 from oar_plugin.token_credit import TokenCredit
@@ -70,10 +71,10 @@ class TrainerCredit:
             self._credit.watch.see(self.global_steps, metrics, score_BL.sum(-1).nanmean().item())
 
 
-def has_advantage(advantage_BL: Tensor) -> Tensor:
-    """Whether a row's weights can change its update, bool `[B]`: its advantage is finite, and not zero at every token."""
-    least_B, most_B = advantage_BL.aminmax(dim=-1)  # one pass: the driver does this for all ranks
-    return least_B.isfinite() & most_B.isfinite() & ((least_B != 0) | (most_B != 0))
+def needs_credit(oar: OarConfig | None, advantage_BL: Tensor, reward_BL: Tensor, groups: Sequence[Hashable]) -> Tensor:
+    """`estimator.needs_credit`, with rewards where equal ones make advantages zero."""
+    relative = oar is not None and oar.base_estimator in ZERO_WHEN_EQUAL
+    return estimator.needs_credit(advantage_BL, reward_BL if relative else None, groups)
 
 
 def answer_mismatch(credit: TokenCredit, batch: QueuedBatch) -> dict[str, float]:

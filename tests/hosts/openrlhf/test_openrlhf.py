@@ -201,6 +201,20 @@ def test_with_unknown_advantages_every_response_is_scored(patched, folder):
     assert Status.NOT_NEEDED not in made.advantage_plugin._status_B.tolist()
 
 
+@pytest.mark.parametrize("estimator", ["group_norm", "rloo", "dr_grpo"])
+def test_equal_rewards_need_no_credit_though_rounding_gives_them_an_advantage(plain, patched, folder, estimator):
+    def equal(samples):
+        for sample in samples:
+            sample.rewards.fill_(0.7)
+
+    words = ["--rollout.n_samples_per_prompt", "12", "--algo.advantage.estimator", estimator]
+    want, _ = experiences_of(plain, folder, *words, change=equal)
+    got, made = experiences_of(patched, folder, *words, *plugin_words(), change=equal)
+    assert_same(want, got)
+    assert any(row.any() for row in rows(got))
+    assert made.advantage_plugin._status_B.eq(Status.NOT_NEEDED).all()
+
+
 def test_a_bad_reward_leaves_its_group_as_openrlhf_has_it(plain, patched, folder):
     def unrewarded(samples):
         samples[1].rewards[0] = torch.nan

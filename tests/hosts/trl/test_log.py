@@ -86,6 +86,20 @@ def test_a_completion_without_a_finite_reward_is_neither_right_nor_wrong(tmp_pat
     assert main(["inspect", str(tmp_path / "credit"), "--out", str(tmp_path / "page.html")]) == 0
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_equal_rewards_need_no_credit_though_rounding_gives_them_an_advantage(
+    tmp_path, monkeypatch, aggregation, scale
+):
+    monkeypatch.setattr(tiny, "paid", lambda completions, **_: [0.9] * 8 + [1.0] + [0.0] * 7)
+    changes = {"scale_rewards": scale, "multi_objective_aggregation": aggregation, "num_generations": 8}
+    (seen,) = watched(tmp_path, {}, per_device_train_batch_size=16, max_steps=1, **changes).seen
+    assert seen.plain_B[:8].any()
+    assert seen.output["advantages"][:8, 0].equal(seen.plain_B[:8])
+    assert seen.status_B[:8].tolist() == [Status.NOT_NEEDED] * 8
+    assert Status.NOT_NEEDED not in seen.status_B[8:].tolist()
+
+
 @pytest.mark.parametrize("case", GIVEN["trl_limits"])
 def test_a_completion_that_any_limit_of_the_engine_cut_is_truncated(tmp_path, case):
     def rollout(prompts, trainer):

@@ -75,6 +75,19 @@ def test_the_command_writes_every_data_set_from_a_copy_and_says_what_it_did(name
     assert [truths(file) for file in files] == [["0", "1", "2"]] * len(files)
 
 
+@pytest.mark.parametrize("home", [None, "gone", "file"])
+def test_without_a_home_folder_a_sentence_says_so_and_out_works(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.delenv("OAR_DATA", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", str(tmp_path / home))
+    words = ["data", "aime24", "--from", str(copy_of(tmp_path / "copy", [a_row("aime24", 1)]))]
+    assert main(words) == 1
+    assert re.match(r"oar data: .* no home folder .*OAR_DATA.*--out names another folder\n\Z", capsys.readouterr().err)
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+
+
 def test_a_clone_of_the_hubs_repository_is_read_by_its_configuration(tmp_path):
     copy, configs = tmp_path / "gsm8k", []
     for config, number in (("main", 1), ("socratic", 2)):
