@@ -87,7 +87,7 @@ def _read(file: Path) -> Iterator[tuple[str, Text]]:
     for number, text in rows_of(file, Text):
         if text.reward is None and text.truth is not None:
             if missing := [name for name in ("math_verify", "pebble") if find_spec(name) is None]:
-                raise ImportError(f"a truth without a reward needs {' and '.join(missing)}: {INSTALL} in a checkout")
+                raise ImportError(f"a truth without a reward needs {' and '.join(missing)}: {INSTALL}")
             from oar_plugin.runs.reward import compute_score
 
             text.reward = compute_score(text.source, text.response, text.truth)["score"]

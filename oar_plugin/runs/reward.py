@@ -17,7 +17,7 @@ import numpy as np
 from oar_plugin.output import INSTALL, logger, times
 
 if _missing := [name for name in ("math_verify", "pebble") if importlib.util.find_spec(name) is None]:
-    raise ImportError(f"{__name__} requires {' and '.join(_missing)}; on every node, run {INSTALL} in a checkout")
+    raise ImportError(f"{__name__} requires {' and '.join(_missing)}; on every node, run {INSTALL}")
 
 from oar_plugin.runs.math.answer import compare, final_answer, warm_up
 from oar_plugin.runs.math.pool import GuardedPool, TaskFailed
