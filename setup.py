@@ -63,7 +63,7 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    python_requires=">=3.10,<3.13",
+    python_requires=">=3.10,<3.13",  # verl's own range
     cmdclass={"build_py": BuildPy},
     packages=[*find_packages(include=["oar_plugin", "oar_plugin.*"]), "oar_plugin.recipes"],
     package_dir={"oar_plugin.recipes": "recipes"},
@@ -101,11 +101,10 @@ setup(
         # The Megatron backend of the CPU stack. No upper end: a core that is there stays. With Python 3.12 pip would find cores
         # that mbridge does not fit; there, and on GPUs, verl's own extra and image bring megatron-core and Megatron-Bridge.
         "megatron": [f"{name}; python_version < '3.12'" for name in ("megatron-core>=0.16.1", "mbridge>=0.15.1")],
-        # For the recipes' reward and data, and `oar eval`, where verl is not installed (beside verl: INSTALL in
-        # oar_plugin/output.py). math-verify parses LaTeX with the version of antlr that Hydra needs.
+        # For the recipes' reward and data, and `oar eval`. Messages name it: INSTALL in oar_plugin/output.py.
         "recipes": [*lines(HERE / "recipes" / "requirements.txt"), "datasets>=4,<6", "hydra-core>=1.3,<2"],
         # In an environment without verl, which imports from a trl that it finds what newer ones no longer have.
-        "trl": ["trl>=1.15,<2"],
+        "trl": ["trl[peft]>=1.15,<2"],
         # What benchmarks/ is made with; it stands in the checkout.
         "benchmarks": [
             "gguf>=0.19,<1",  # transformers reads SmolLM2 with it

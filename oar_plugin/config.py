@@ -19,6 +19,8 @@ from oar_plugin.credit.importance import IMPORTANCES, Importance, importance_of,
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
+PUBLISHED = "importance=oar_g, gate=bi_level, warmup_steps=20"
+"""What verl's preset `published` changes of the defaults."""
 _Pattern = Annotated[str, AfterValidator(lambda pattern: make_finder((pattern,)) and pattern)]
 
 BaseEstimator = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
@@ -123,6 +125,8 @@ def unknown_key(path: Sequence[str], prefix: str = PREFIX) -> str | None:
     """A message for an unknown key below `prefix`, with the closest known key; None if the key is known."""
     if message := left(".".join(path)):
         return message
+    if path[0] == "oar":
+        return f"presets are for verl's command line; instead of oar=published write here {PUBLISHED}"
     keys = list(OarConfig.model_fields)
     keys += [f"{group}.{key}" for group, model in GROUPS.items() for key in model.model_fields]
     if ".".join(path) in keys:

@@ -24,6 +24,7 @@ from oar_plugin.passes.tokens import TokenBytes
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
 GATE_SETTINGS = ("gate", "tau", "beta", "floor")
+Texts = Sequence[Any] | Mapping[str, Any]
 SHOWN = 8
 """Responses that a notebook shows of one `Credit`."""
 
@@ -42,6 +43,7 @@ class Credit:
     weights: Tensor  # float32 `[B, L]`
     segments: Tensor  # int8 `[B, L]` of `oar_plugin.credit.answer.Segment`
     status: list[Status]  # one per response. All except SCORED say why the response falls back to GRPO
+    predicted: Tensor  # bool `[B]`: scored by a prediction (`amortize.share`), without a backward or copies
     metrics: dict[str, float]  # as a run logs them under `oar/`
     config: OarConfig
     # What was learned, for the next call.
@@ -49,7 +51,9 @@ class Credit:
     tokenizer: Any = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
-        found = ", ".join(f"{status.name} {count}" for status, count in Counter(self.status).items())
+        rows = zip(self.status, self.predicted.tolist(), strict=True)
+        names = Counter(status.name + " (predicted)" * predicted for status, predicted in rows)
+        found = ", ".join(f"{name} {count}" for name, count in names.items())
         low, high = self.weights.min().item(), self.weights.max().item()
         settings = f"importance={self.config.importance}, gate={self.config.gate}"
         return f"Credit({len(self.status)} responses: {found}; {settings}; weights from {low:.2f} to {high:.2f})"
@@ -62,7 +66,8 @@ class Credit:
             ids, weights = self.input_ids[row, self.attention_mask[row]].tolist(), self.weights[row].tolist()
             texts = [f"{token} " for token in ids] if read is None else read.texts(ids)
             tokens = (_shaded(text, weight) for text, weight in zip(texts, weights, strict=False))
-            rows.append(f"<p><b>{row}: {status.name}</b> {''.join(tokens)}</p>")
+            predicted = " (predicted)" * bool(self.predicted[row])
+            rows.append(f"<p><b>{row}: {status.name}{predicted}</b> {''.join(tokens)}</p>")
         return f"<p>{html.escape(repr(self))}</p><div style='white-space:pre-wrap'>{''.join(rows)}</div>"
 
 
@@ -75,13 +80,13 @@ def _shaded(text: str, weight: float) -> str:
 @torch.inference_mode(False)  # the caller's mode would forbid gradients
 def importance(
     model: nn.Module,
-    input_ids: Tensor | None = None,
+    input_ids: Tensor | Mapping[str, Any] | None = None,
     *,
     response_mask: Tensor | None = None,
     attention_mask: Tensor | None = None,
     segments: Tensor | None = None,
-    prompts: Sequence[Any] | None = None,
-    responses: Sequence[Any] | None = None,
+    prompts: Texts | None = None,
+    responses: Texts | None = None,
     tokenizer: Any = None,
     temperature: float = 1.0,
     step: int = 1,
@@ -95,12 +100,13 @@ def importance(
 
     Args:
         model: causal LM of transformers, on any device, in any dtype. The call does not change it.
-        input_ids: int64 `[B, T]`, prompts and responses, padded on any side.
+        input_ids: int64 `[B, T]`, prompts and responses, padded on any side; or a tokenizer's output, whose mask counts.
         response_mask: bool or int `[B, T]`, true at the model's own tokens.
         attention_mask: bool or int `[B, T]`, false at padding.
         segments: int `[B, T]` of `Segment`, OUTSIDE at prompts and padding. None: from the text, by `answer_patterns`.
-        prompts: B texts, chats (lists of messages, for the tokenizer's chat template) or sequences of token ids.
-        responses: B texts or sequences of token ids, without special tokens before them.
+        prompts: B texts, chats (lists of messages, for the tokenizer's chat template) or sequences of token ids; also what the
+            tokenizer, or its chat template, returns for one of them, or for all. Its padding is left out.
+        responses: B texts or sequences of token ids, without special tokens before them; also a tokenizer's output.
         tokenizer: the model's tokenizer; not needed with token ids and `segments`.
         temperature: the sampling temperature of the responses.
         step: training step, on which signs, noise and the probe's warm-up depend.
@@ -129,6 +135,9 @@ def importance(
     config: Any = model.config
     text, padding = config.get_text_config(), config if tokenizer is None else None
     credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding)
+    if (folder := credit.config.dump.dir) is not None:
+        fault = "a call writes no files; leave it out. `oar inspect FILE --model NAME` makes a page"
+        raise OarConfigError(f"oar_plugin.importance.dump.dir={folder!r}: {fault}")
     if predictor is not None:
         _check(credit.predictor is not None, "predictor", "nothing is predicted without amortize.share")
         credit.predictor = copy.deepcopy(predictor)  # a call that fails, or is repeated, leaves it as it was
@@ -145,6 +154,8 @@ def importance(
         rows = _tokenized(prompts, responses, tokenizer)
         segments_BL = None if segments is None else torch.as_tensor(segments).cpu()
     else:
+        if isinstance(input_ids, Mapping) and attention_mask is None:
+            attention_mask = input_ids.get("attention_mask")
         ids_BT = _token_ids("input_ids", input_ids, 2, "must be [B, T], token ids; for one response input_ids[None]")
         masked = response_mask is not None and attention_mask is not None
         _check(masked, "input_ids", "need a response_mask and an attention_mask [B, T]; or give prompts and responses")
@@ -177,10 +188,11 @@ def importance(
     importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens)
     even = credit.reshape(step, torch.ones_like(importance_BL), importance_BL, segments_BL, status_B)
     status = [Status(int(value)) for value in even.status_B]
+    predicted_B = torch.zeros(len(rows)).bool() if even.predicted_B is None else even.predicted_B
     Watch(credit.config.fallback_warning, 1).see(step, {f"oar/{name}": value for name, value in even.metrics.items()})
     return Credit(
-        token_BL, mask_BL, importance_BL, even.weight_BL, segments_BL, status, even.metrics, credit.config,
-        credit.predictor, tokenizer,
+        token_BL, mask_BL, importance_BL, even.weight_BL, segments_BL, status,
+        predicted_B & (even.status_B == Status.SCORED), even.metrics, credit.config, credit.predictor, tokenizer,
     )  # fmt: skip
 
 
@@ -211,10 +223,9 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
     return estimator.reshape(advantage_BL, credit.importance, credit.segments == Segment.REASONING, status_B, config)
 
 
-def _tokenized(
-    prompts: Sequence[Any] | None, responses: Sequence[Any] | None, tokenizer: Any
-) -> list[tuple[Tensor, Tensor]]:
+def _tokenized(prompts: Texts | None, responses: Texts | None, tokenizer: Any) -> list[tuple[Tensor, Tensor]]:
     """Per row: the token ids of prompt and response, concatenated, and a bool mask of the response."""
+    prompts, responses = _each(prompts), _each(responses)
     for name, given in {"prompts": prompts, "responses": responses}.items():
         # The rows of a tensor could have padding, which would count as tokens.
         single = isinstance(given, str | Mapping) or getattr(given, "ndim", 1) != 1
@@ -226,7 +237,8 @@ def _tokenized(
         prompt = name.startswith("prompts")
         chat = prompt and isinstance(given, Sequence) and len(given) > 0 and isinstance(given[0], Mapping)
         if not (chat or isinstance(given, str)):
-            return _token_ids(name, given, 1, f"must be a text,{' a list of messages,' * prompt} or token ids [L]")
+            wanted = f"a text,{' a list of messages,' * prompt} token ids [L] or a tokenizer's output for one text"
+            return _token_ids(name, given, 1, f"must be {wanted}")
         if tokenizer is None:
             raise ValueError("prompts and responses are texts: give the model's tokenizer")
         if chat:  # ValueError: the tokenizer has no chat template. Mistral's own needs none.
@@ -243,12 +255,23 @@ def _tokenized(
     return rows
 
 
+def _each(given: Any) -> Any:
+    """A tokenizer's output for several texts as a list of one for each; anything else as it is."""
+    names = "input_ids", "attention_mask"
+    if not (isinstance(given, Mapping) and {*names} <= {*given}):
+        return given
+    rows = [dict(zip(names, row, strict=True)) for row in zip(*map(given.get, names), strict=True)]
+    return rows if all(hasattr(ids, "__len__") for ids in given["input_ids"]) else given
+
+
 def _token_ids(name: str, given: Any, dim: int, wanted: str) -> Tensor:
     """Int64 on the CPU, not the caller's. ValueError: these are no whole numbers, or have not `dim` dimensions."""
     try:
-        ids = torch.as_tensor(given).cpu()
+        ids = torch.as_tensor(given["input_ids"] if isinstance(given, Mapping) else given).cpu()
+        if isinstance(given, Mapping) and dim == 1 and (ids.dim() == 1 or len(ids) == 1):
+            ids = ids[torch.as_tensor(given.get("attention_mask", torch.ones_like(ids))).cpu().bool()]
         fits = ids.dim() == dim and (torch.can_cast(ids.dtype, torch.long) or ids.numel() == 0)
-    except (TypeError, ValueError, RuntimeError):  # None, texts, rows of several lengths
+    except (TypeError, ValueError, RuntimeError, LookupError):  # None, texts, rows or masks of another length
         fits = False
     _check(fits, f"{name}={given!r:.60}", wanted)
     return ids.long().clone()

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-INSTALL = "pip install --no-deps . -r recipes/requirements.txt"
-"""Installs the plugin beside verl, from a checkout, with what the recipes need. It changes no package that verl brought."""
+INSTALL = "pip install 'oar_plugin[recipes]'"
+"""Installs what the recipes' reward needs, for a plugin that is installed. Packages that fit stay as they are."""
 
 logger = logging.getLogger("oar_plugin")
 _times = Counter[tuple[object, ...]]()

@@ -5,6 +5,7 @@ The host makes one `TokenCredit` per run. In each training step it calls `reques
 actors compute importance and weights (`oar_plugin.hosts.verl.importance_pass`, which calls `weigh_rows` of `estimator.py`).
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -121,7 +122,8 @@ class TokenCredit:
         self._replacement = replacement_token(self.config, padding or tokenizer)
         if self._replacement in self._eos_token_ids:
             setting = f"{prefix}.perturbation.replacement=pad"
-            text = "%s: %r also ends responses. Scores depend on it: see docs/oar-p.md"
+            text = "%s: %r also ends responses. A copy then has an end within it, and scores depend on it; for other scores "
+            text += "set another pad_token, or perturbation.replacement=sampled"
             warn_once(text, setting, tokenizer.pad_token)
         config = self.config.dump
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)
@@ -254,7 +256,7 @@ class TokenCredit:
         scores = {name: credited.importance_BL[row, span].tolist()}
         fields = known | {name: value[span].tolist() for name, value in known.items() if isinstance(value, Tensor)}
         return Response(
-            step=credited.step,
+            step=int(credited.step),
             truth=None if truth is None else str(truth),
             token_ids=token_ids,
             tokens=self._token_bytes.texts(token_ids),
@@ -276,7 +278,7 @@ class TokenCredit:
         batch: PaddedBatch,
         credited: CreditedBatch,
         metrics: dict[str, float],
-        rows: Iterable[tuple[int, str, str, float]],
+        rows: Iterable[tuple[int, Any, Any, Any]],
         known: Callable[[int], Mapping[str, Any]],
         gather: Callable[[list[Any]], list[Any]] = list,
         *,
@@ -288,8 +290,8 @@ class TokenCredit:
         All ranks must call this method. If writing fails, the run continues, and `metrics` gets `DUMP_FAILED` = 1.
 
         Args:
-            rows: (row, group, id, reward) per response of this rank, in the order of the dump; NaN: it has no reward. Used only
-                at steps with a dump.
+            rows: (row, group, id, reward) per response of this rank, in the order of the dump. Group and id may be numbers; the
+                id is unique over all ranks. NaN or None: it has no reward. Used only at steps with a dump.
             known: takes a row, returns other fields of its `Response` (see `record`).
             gather: takes the list of this rank, returns the concatenated lists of all ranks.
             header: of the file. None: `self.header()`.
@@ -303,8 +305,9 @@ class TokenCredit:
         counted = partial(self.dumps.counted, credited.step, metrics)
         siblings, row_of_uid, chosen, records = list[Sibling](), dict[str, int](), list[Sibling](), list[Response]()
         with counted("reading responses", DUMP_FAILED):
-            for row, group, uid, reward in rows:
-                row_of_uid[uid] = row
+            for row, *ids, given in rows:  # hosts have numbers too, also numpy's and torch's
+                group, uid = (str(one.item() if hasattr(one, "item") else one) for one in ids)
+                row_of_uid[uid], reward = row, math.nan if given is None else float(given)
                 siblings.append(Sibling(group, uid, reward, int(credited.status_B[row])))
         # `gather` is a collective operation. A rank that failed must call it too, here and below.
         siblings = gather(siblings)
@@ -317,7 +320,8 @@ class TokenCredit:
                 records.append(self.record(credited, row, span, token_L.tolist(), **fields))
         record_of = {record.uid: record for record in gather(records)}
         responses = [record_of[uid] for _, uid, *_ in chosen if uid in record_of]
-        failed = metrics[DUMP_FAILED] or len(responses) < len(chosen)  # another rank failed if records are missing
+        # Records are missing if another rank failed, or if two responses have one id.
+        failed = metrics[DUMP_FAILED] or len(record_of) < len(chosen)
         metrics[DUMP_FAILED] = float(failed)
         if self.dumps.folder is not None and (responses or not failed):
             with counted(f"writing into {self.dumps.folder}", DUMP_FAILED):

@@ -1,10 +1,12 @@
 """A configuration that cannot work is refused with the key, its value and what is allowed."""
 
 import pytest
+import yaml
 
 from oar_plugin.config import DumpConfig, OarConfig, OarConfigError
 from oar_plugin.credit.importance import IMPORTANCES
 from tests.asked import GONE
+from tests.default_yaml import FILE
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,15 @@ def test_who_uses_what_left_reads_what_to_write_instead(given):
         OarConfigError, match=r"^algorithm\.oar\..*: was removed in oar_plugin 0\.4\.0: .*(write|leave|set)"
     ):
         OarConfig.parse(given)
+
+
+def test_a_preset_outside_verl_is_refused_with_its_settings():
+    with pytest.raises(OarConfigError, match=r"presets are for verl's command line; .* write here ") as error:
+        OarConfig.parse({"oar": "published"})
+    settings = dict(pair.split("=") for pair in str(error.value).partition("write here ")[2].split(", "))
+    preset = yaml.safe_load(FILE.with_name("published.yaml").read_text())
+    del preset["defaults"]
+    assert OarConfig.parse(settings | {"tau": 0.4}) == OarConfig.parse(preset)
 
 
 def test_a_fallback_that_left_is_told_too():

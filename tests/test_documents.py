@@ -1,5 +1,6 @@
 """Keys, defaults, examples and commands in documents are those of the code. `python -m docs.site` checks links."""
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -96,3 +97,14 @@ def test_options_of_commands_in_documents_exist(command):
     lines = [line for text in texts for line in re.findall(rf"\boar {command}\b([^`\n]*)", text)]
     named = {option for line in lines for option in re.findall(r"(?<=\s)--[\w-]+", line)}
     assert named <= set(re.findall(r"--[\w-]+", commands[command].format_help()))
+
+
+def test_messages_name_no_file_that_a_wheel_lacks():
+    """Docstrings are for those who read the code."""
+    for path in tracked("oar_plugin/*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        read = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        said = [str(node.value) for node in nodes if isinstance(node, ast.Constant) and node not in read]
+        assert not [text for text in said if re.search(r"\b(docs|recipes|patches)/[\w.]+\.(md|sh|txt|patch)", text)], (
+            path
+        )

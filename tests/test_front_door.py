@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,11 @@ def test_copies_are_what_single_forwards_say(model, folder):
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-@pytest.mark.parametrize("given", ["masks", "segments", "ids"])
+@pytest.mark.parametrize("given", ["masks", "segments", "ids", "encoded", "tokenized", "each"])
 @pytest.mark.parametrize("max_tokens", [1, 8192])
 def test_every_way_in_gives_the_same(model, left, given, max_tokens):
+    each = partial(TOKENIZER, add_special_tokens=False)
+    padding = {"padding": True, "padding_side": "left" if left else "right", "return_tensors": "pt"}
     want, rows = credit_of(model), [world.encode()[number] for number in world.SCORED]
     token_BT, segments_BT, mask_BT = padded(rows_of(), left)
     own = [(torch.cat(row), torch.cat([torch.zeros_like(row[0]), torch.ones_like(row[1])])) for row in rows]
@@ -70,6 +73,9 @@ def test_every_way_in_gives_the_same(model, left, given, max_tokens):
         "masks": {"input_ids": token_BT, **masks},
         "segments": {"input_ids": token_BT, **masks, "segments": segments_BT},
         "ids": {"prompts": [prompt.tolist() for prompt, _ in rows], "responses": [own for _, own in rows]},
+        "encoded": {"input_ids": {**masks, "input_ids": token_BT}, "response_mask": masks["response_mask"]},
+        "tokenized": {"prompts": each(PROMPTS, **padding), "responses": each(RESPONSES)},
+        "each": {"prompts": [*map(each, PROMPTS)], "responses": [each(one, **padding) for one in RESPONSES]},
     }[given]
     arguments |= {"tokenizer": None if given == "segments" else TOKENIZER, "answer_patterns": ["hash"]}
     got = oar_plugin.importance(model, **arguments, max_tokens=max_tokens)
@@ -164,7 +170,9 @@ ONES = torch.ones(1, 3, dtype=torch.long)
 MASKS = {"response_mask": torch.tensor([[0, 1, 1]]), "attention_mask": ONES}
 SEGMENTS = torch.tensor([[0, 1, 3]])
 CHAT = [{"role": "user", "content": "3+4?"}]
-NO_RESPONSES = [None, 5, 0.5, b"a", {1}, [1, None], ["a"], [1.5], [[1], [2, 3]], [2**70]]
+IDS = r"token ids \[L\] or a tokenizer's output for one text"
+NO_PROMPTS = [ONES, *CHAT, TOKENIZER(["a", "b"]), {"attention_mask": [1]}, {"input_ids": [1, 2], "attention_mask": [1]}]
+NO_RESPONSES = [None, 5, 0.5, b"a", {1}, [1, None], ["a"], [1.5], [[1], [2, 3]], [2**70], CHAT]
 TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
 
 
@@ -176,7 +184,7 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         ({"prompts": ["a"], "responses": ["b"]}, "tokenizer"),
         ({"prompts": [[1]], "responses": [[2]]}, "segments"),
         ({"input_ids": ONES, "response_mask": ONES}, "need a response_mask and an attention_mask"),
-        ({"input_ids": TOKENIZER(["a"]), **MASKS}, r"input_ids=.*: must be \[B, T\], token ids"),
+        ({"input_ids": TOKENIZER(["a", "bc"]), **MASKS}, r"input_ids=.*: must be \[B, T\], token ids"),
         ({"importance": "fishr"}, r"oar_plugin.importance.importance='fishr'.*allowed: fisher"),
         ({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, "no rollout engines here"),
         ({"input_ids": ONES[0], **MASKS}, r"input_ids=tensor.*: must be \[B, T\].*input_ids\[None\]"),
@@ -196,14 +204,12 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         ({"input_ids": ONES, **MASKS, "segments": SEGMENTS * 9}, r"segments hold \[9\]: allowed: OUTSIDE 0.*ANSWER 3"),
         (TEXTS | {"prompts": "a"}, r"prompts='a': must be a list; for one response prompts=\[...\]"),
         (TEXTS | {"prompts": TOKENIZER("a")}, "prompts={.*must be a list"),
-        (TEXTS | {"prompts": [TOKENIZER("a")]}, r"prompts\[0\]=.*: must be a text, a list of messages, or token ids"),
-        (TEXTS | {"prompts": CHAT}, r"prompts\[0\]=.*: must be a text, a list of messages, or token ids"),
-        (TEXTS | {"prompts": [ONES]}, r"prompts\[0\]=.*: must be a text, a list of messages, or token ids \[L\]"),
-        (TEXTS | {"responses": [CHAT]}, r"responses\[0\]=.*: must be a text, or token ids"),
-        *((TEXTS | {"responses": [one]}, r"responses\[0\]=.*: must be a text, or token ids") for one in NO_RESPONSES),
+        *((TEXTS | {"prompts": [one]}, rf"\[0\]=.*: must be a text, a list of messages, {IDS}") for one in NO_PROMPTS),
+        *((TEXTS | {"responses": [one]}, rf"responses\[0\]=.*: must be a text, {IDS}") for one in NO_RESPONSES),
         (TEXTS | {"responses": [[1, -1]]}, "token id -1 in response 0"),
         (TEXTS | {"prompts": ONES}, r"prompts=tensor\(.*must be a list"),
-        (TEXTS | {"responses": TOKENIZER(["a"])}, r"responses=.*must be a list"),
+        (TEXTS | {"responses": TOKENIZER("a")}, r"responses=.*must be a list"),
+        (TEXTS | {"dump": {"dir": "credit"}}, r"oar_plugin\.importance\.dump\.dir='credit': a call writes no files"),
         (TEXTS | {"prompts": [""], "responses": [""]}, "response 0: there is no token before"),
         (TEXTS | {"temperature": 0}, "temperature=0: must be above 0"),
     ],
@@ -238,9 +244,11 @@ def test_a_chat_is_its_template_and_begins_once(model):
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     given = {"responses": RESPONSES[:1], "tokenizer": tokenizer, "answer_patterns": ["hash"]}
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)
-    credits = (oar_plugin.importance(model, prompts=[prompt], **given) for prompt in (CHAT, text, "3+4?"))
+    encoded = tokenizer.apply_chat_template(CHAT, return_dict=True)
+    prompts = [[CHAT], [text], ["3+4?"], [encoded], tokenizer.apply_chat_template([CHAT], return_dict=True)]
+    credits = (oar_plugin.importance(model, prompts=prompt, **given) for prompt in prompts)
     ids = [credit.input_ids[0].tolist() for credit in credits]
-    assert ids[0] == ids[1] == ids[2]
+    assert ids == [ids[0]] * len(prompts)
     assert ids[0][:2] == [tokenizer.bos_token_id, tokenizer("3", add_special_tokens=False)["input_ids"][0]]
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat_template is not set"):
@@ -270,6 +278,10 @@ def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch):
     second = credit_of(model, predictor=first.predictor, **{"amortize.share": world.SHARE})
     assert first.metrics["amortize/predicted"] == 0
     assert 0 < second.metrics["amortize/predicted"] < 1
+    assert second.metrics["amortize/predicted"] == second.predicted.float().mean()
+    assert f"SCORED (predicted) {second.predicted.sum()}" in repr(second)
+    assert f"{int(second.predicted.nonzero()[0])}: SCORED (predicted)</b>" in second._repr_html_()
+    assert "predicted" not in repr(first)
     again = credit_of(model, predictor=first.predictor, **{"amortize.share": world.SHARE})
     assert torch.equal(again.importance, second.importance), "the call before has changed nothing"
     with pytest.raises(ValueError, match=r"predictor: nothing is predicted without amortize\.share"):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed
@@ -117,6 +118,19 @@ def test_its_dump_is_read_by_the_inspector_and_what_a_tool_wrote_is_not_scored(m
     assert {tuple(one.mask[: TOOL + 1]) for one in responses} == {(0, 0, 1)}
     assert not any(any(one.importance["fisher"][:TOOL]) or set(one.weights[:TOOL]) != {1.0} for one in responses)
     assert any(any(one.importance["fisher"][TOOL:]) for one in responses)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor], ids=["python", "numpy", "torch"])
+def test_ids_groups_and_rewards_of_its_dump_may_be_any_numbers(model, tmp_path, kind):
+    numbers = {"groups": [row // 2 for row in ROWS], "ids": [*ROWS], "rewards": [row % 4 == 0 for row in ROWS]}
+    given = {name: kind(values) for name, values in numbers.items()}
+    assert reshaped(model, batch_of() | given, tmp_path)[1]["oar/dump_failed"] == 0
+    want = [(str(row // 2), str(row), float(row % 4 == 0)) for row in ROWS if row // 2 in (0, 2)]
+    assert [(one.group, one.uid, one.reward) for one in read(tmp_path)[1]] == want
+
+
+def test_two_responses_with_one_id_are_counted(model, tmp_path):
+    assert reshaped(model, batch_of() | {"ids": [0 for _ in ROWS]}, tmp_path)[1]["oar/dump_failed"] == 1
 
 
 def test_its_dump_and_the_terminal_say_which_responses_were_predicted(model, tmp_path, monkeypatch, capsys):

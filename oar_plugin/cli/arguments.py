@@ -9,7 +9,7 @@ from oar_plugin.output import INSTALL, say
 
 # Module -> how to install it, where that is not `pip install MODULE`. How to install vLLM depends on the machine.
 _INSTALL = {"google": "pip install protobuf", "yaml": "pip install pyyaml", "vllm": "oar doctor says how"}
-_INSTALL |= dict.fromkeys(("math_verify", "pebble", "scipy"), f"{INSTALL} in a checkout")
+_INSTALL |= dict.fromkeys(("math_verify", "pebble", "scipy"), INSTALL)
 
 _COMPOSING = dict(verl="verl", hydra="hydra-core", omegaconf="'omegaconf<2.4'", antlr4="antlr4-python3-runtime==4.9.3")
 """Module -> package: what reads a recipe, which extends verl's own files. Hydra 1.3 works with this antlr only."""

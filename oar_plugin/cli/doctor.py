@@ -17,7 +17,7 @@ from typing import Any
 from oar_plugin import __version__
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm.versions import installed
-from oar_plugin.output import INSTALL, cause, say
+from oar_plugin.output import cause, say
 from oar_plugin.runs.launch.preflight import Finding, Level, importable
 
 LIMIT_S = 300.0  # seconds of one call: an import takes ten, or minutes from a slow network disk
@@ -186,7 +186,7 @@ def _features(child: Child, needed: set[str]) -> Iterator[Finding]:
     """Whether verl loads OAR, and what it has of each feature."""
     if child.ask(exec, _LOADED)[1]:
         exports = [f"export {name}={value}" for name, value in capabilities.external_modules().items()]
-        advice = exports or [f"{INSTALL} in a checkout, and VERL_USE_EXTERNAL_PLUGINS=auto"]
+        advice = exports or ["pip install --no-deps WHEEL (or its checkout), and VERL_USE_EXTERNAL_PLUGINS=auto"]
         yield Finding("oar_plugin", "missing", "verl did not load it", f"{advice[0]}, on every node")
     else:
         yield Finding("oar_plugin", "ok", f"{__version__}, loaded by verl")

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from yaml import YAMLError
 
-from oar_plugin.cli.arguments import listed
+from oar_plugin.cli.arguments import listed, missing_package
 from oar_plugin.output import say, write_whole
 from oar_plugin.page.record import header_for
 from oar_plugin.page.sources import TOKENS, read, steps_text
@@ -17,14 +17,15 @@ _HELP = """\
 Show responses token by token, with the weight of each token: one page that needs no network.
 
 A SOURCE is the folder of a run's dump (algorithm.oar.dump.dir) or the run's folder. With --model it is a file of JSON lines
-with prompt, response and, optionally, truth, reward, source, group and step (docs/inspect.md), or of verl's own dump.
+with prompt, response and, optionally, truth, reward, source, group and step, or of verl's own dump.
 """
-_EXAMPLES = """\
+_EXAMPLES = f"""\
 examples:
   oar inspect RUN --open                                      the newest steps that a run dumped
   oar inspect mine.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --importance fisher,oar_g tau=0.9
 
-key=value are settings below algorithm.oar (docs/settings.md). Exit status: 0 done, 1 something is missing, 2 wrong input.
+key=value are settings below algorithm.oar, all of them in {Path(__file__).parents[1]}/hosts/verl/conf/oar/default.yaml
+exit status: 0 done, 1 something is missing, 2 wrong input
 """
 
 
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check(args, places, settings)
         return _show(args, places, settings)
+    except ModuleNotFoundError as error:
+        return missing_package("inspect", error.name)
     except (ValueError, YAMLError, TemplateError) as error:  # of a setting and of a model's chat template
         say(f"oar inspect: {error}", sys.stderr)
         return 2

@@ -26,7 +26,7 @@ examples:
   oar launch qwen2_5_32b_megatron --on ray --hosts node1,node2,node3,node4
   oar launch qwen2_5_32b_megatron --on slurm --sbatch='--partition=gpu --time=48:00:00'
   oar launch qwen2_5_32b_megatron --on kubernetes --image registry/verl-oar:1 --claim shared-disk
-How to prepare nodes, and what to do when one is lost: recipes/CLUSTERS.md.
+How to prepare nodes, and what to do when one is lost: CLUSTERS.md in the folder that `oar recipes` names.
 
 exit status: 0 it ran or was submitted, 1 something is missing or what ran failed, 2 the recipe or an option cannot work
 """

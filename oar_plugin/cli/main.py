@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     command = next((word for word in arguments if not word.startswith("-")), "")
     parser = make_parser({command})
+    if not arguments:
+        parser.print_help()
+        return 2
     if command and command not in COMMANDS:
         parser.error(f"{command}: no such command; allowed: {', '.join(COMMANDS)}{did_you_mean(command, COMMANDS)}")
     # Overrides may stand behind options, where argparse does not continue a list of positional arguments.

@@ -2,7 +2,8 @@
 
 import argparse
 import shlex
-from pathlib import Path
+import shutil
+import textwrap
 
 from oar_plugin.output import say
 from oar_plugin.runs.recipe import find_recipe, recipe_names, recipes_folder
@@ -13,20 +14,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from oar_plugin.cli.tables import console, table
-
-    listed = table("recipe", "what", "nodes and GPUs", "engine")
-    listed.columns[0].no_wrap = True
+    indent = max(map(len, recipe_names())) + 2
+    width, _ = shutil.get_terminal_size(fallback=(10_000, 1))  # in a pipe or a file a row is a line
     for name in recipe_names():
-        listed.add_row(name, *summary(find_recipe(name)))
-    console().print(listed)
+        lines = (find_recipe(name) / "recipe.yaml").read_text(encoding="utf-8").splitlines()
+        row = f"{name:{indent}}{lines[0].strip('# .')}"  # `# WHAT: NODES, ENGINE.`
+        say(textwrap.fill(row, width, subsequent_indent=" " * indent))
     folder = shlex.quote(str(recipes_folder()))
     say(f"To change one: cp -r {folder}/NAME MINE; in MINE/recipe.yaml set trainer.experiment_name as well")
     return 0
-
-
-def summary(recipe: Path) -> tuple[str, str, str]:
-    """Return model and data, nodes, and engine, from the first line of `recipe.yaml`: `# WHAT: NODES, ENGINE.`"""
-    what, _, where = (recipe / "recipe.yaml").read_text(encoding="utf-8").splitlines()[0].strip("# .").partition(": ")
-    nodes, _, engine = where.partition(", ")
-    return what, nodes, engine

@@ -12,7 +12,9 @@ STEPS = 20
 LOW_ANSWER_FOUND, SOME_REWARD = 0.1, 0.1
 ROUNDING = 1e-6
 
-_ENGINES = "see docs/oar-p.md, or set perturbation.backend=actor"
+_ENGINES = (
+    "raise perturbation.timeout_s or rollout.max_model_len, read the engines' log, or set perturbation.backend=actor"
+)
 ADVICE = {
     Status.NO_ANSWER: "set answer_patterns to what your reward reads as the answer",
     Status.TRUNCATED: "responses end at the length limit; raise it",

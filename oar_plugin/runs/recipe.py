@@ -65,7 +65,7 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
     from oar_plugin.runs.allowed import wrong_values
 
     if not (folder / f"{variant}.yaml").is_file():
-        raise RecipeError(f"{folder} has no {variant}.yaml: name a recipe's folder, such as recipes/qwen2_5_7b_math")
+        raise RecipeError(f"{folder} has no {variant}.yaml: name a recipe's folder, or one that `oar recipes` lists")
     if fault := misspelt(overrides):
         raise RecipeError(fault)
     others = any(not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins"))

@@ -22,7 +22,7 @@ try:
 
     warm_up()  # here and not in the pool alone: a grader that cannot grade must stop a run, not pay 0
 except Exception as error:  # a parser made for another antlr4 raises anything
-    raise ImportError(f"no answer can be compared here: {cause(error)}; run {INSTALL} in a checkout") from None
+    raise ImportError(f"no answer can be compared here: {cause(error)}; run {INSTALL}") from None
 
 LONGEST_ANSWER = 500  # in characters; longer ones are not compared: parsing time grows faster than the length
 

@@ -37,6 +37,12 @@ def test_commands_explain_themselves_and_what_is_none_is_refused(words, status, 
     assert err in said.err
 
 
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert (err, [command for command in COMMANDS if f"\n    {command} " not in out]) == ("", [])
+
+
 # ---- oar recipes
 
 
@@ -85,6 +91,8 @@ SMALL = ["Verdict: does not fit", "of 27 GiB in update", "fsdp_config.optimizer_
         ),
         ("nothing", 2, ["recipes: qwen2_5_0_5b_gsm8k"]),
         (f"{RECIPE} --gpu abacus", 2, ["allowed: L4-24"]),
+        (f"{RECIPE} --gpu RTX4090", 2, ["allowed: L4-24", "did you mean 4090?"]),
+        (f"{RECIPE} --gpu a100-80gb", 2, ["did you mean A100-80?"]),
         (f"{RECIPE} actor_rollout_ref.rollout.dtype=fp8", 2, ["rollout.dtype=fp8; only bfloat16"]),
         (f"{RECIPE} algorithm.oar.tau=2", 2, ["algorithm.oar.tau=2: Input should be less than or equal to 1"]),
     ],
@@ -114,6 +122,12 @@ def test_a_plan_reads_the_files_of_the_installed_verl_and_imports_none_of_it(cap
     # verl's submodules come from an import of verl only; the package itself is found by its folder.
     modules = "verl.protocol verl.trainer verl.utils verl.workers transformers ray tensordict vllm"
     assert printed(modules.split(), *words) == (capsys.readouterr().out, "")
+
+
+def test_recipes_are_listed_without_rich_and_what_needs_it_says_so():
+    assert printed(["rich"], "recipes")[0].startswith("qwen2_5_0_5b_gsm8k  ")
+    _, err = printed(["rich"], "inspect", ".", "--model", "m")
+    assert err == "oar inspect: rich is not installed here; pip install rich\n"
 
 
 @pytest.mark.parametrize("command", ["plan", "launch"])

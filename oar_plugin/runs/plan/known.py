@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from oar_plugin.output import did_you_mean
+
 KNOWN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
 COUNTS: dict[str, Any] = json.loads(Path(__file__).with_name("counts.json").read_text(encoding="utf-8"))
 GIB = 2**30
@@ -53,7 +55,8 @@ def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
     """Return the GPU called `name` (`h100` if one matches), with `memory_gib` if given. ValueError: unknown or ambiguous."""
     matches = [gpu for key, gpu in GPUS.items() if name.lower() in (key.lower(), key.split("-")[0].lower())]
     if len(matches) != 1:
-        raise ValueError(f"--gpu {name}: unknown or ambiguous; allowed: {', '.join(GPUS)}, with any --gpu-memory")
+        hint = "" if matches else did_you_mean(name.upper(), [*GPUS, *(key.split("-")[0] for key in GPUS)])
+        raise ValueError(f"--gpu {name}: unknown or ambiguous; allowed: {', '.join(GPUS)}, with any --gpu-memory{hint}")
     return matches[0]._replace(memory_gib=memory_gib or matches[0].memory_gib)
 
 

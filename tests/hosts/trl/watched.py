@@ -62,7 +62,7 @@ class Seen:
             attention_mask=torch.cat([output["prompt_mask"], output["completion_mask"]], 1),
             tokenizer=tiny.TOKENIZER,
             step=self.step,
-            **settings,
+            **{key: value for key, value in settings.items() if not key.startswith("dump")},  # it writes no files
         )
 
     def error(self) -> float:
