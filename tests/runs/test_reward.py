@@ -42,6 +42,9 @@ def one_pool():
         ("#### 72", "72", {"score", "acc"}),
         (r"\boxed{71}", "72", set()),
         (r"\boxed{72} or rather \boxed{71}", "72", set()),
+        (r"x = \boxed{8} or \boxed{9}", "8, 9", {"score", "acc"}),
+        (r"\boxed{72} and \boxed{9}", "72", set()),
+        (r"\boxed{72.5} or \boxed{\frac{145}{2}}", "72.5", {"score", "acc"}),
         ("It is 72", "72", {"no_answer"}),
         (r"\boxed{72", "72", {"no_answer"}),
         ("", "72", {"no_answer"}),
@@ -50,7 +53,7 @@ def one_pool():
 )
 def test_each_row_has_every_key_and_says_why_it_got_nothing(response, truth, flags):
     row = compute_score("test", response, truth)
-    assert row.pop("extracted_answer") == (final_answer(response) or "")
+    assert row.pop("extracted_answer") == (final_answer(response, [str(truth)]) or "")
     assert row == {key: float(key in flags) for key in KEYS}
 
 

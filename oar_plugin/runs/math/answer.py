@@ -84,7 +84,8 @@ _NAME = regex.compile(  # dates, times, versions; words, but no product of lette
 def final_answer(response: str | Sequence[str], truths: Sequence[str] = ()) -> str | None:
     """Return the answer by which a response, or a model's turns in order, is graded; None if there is none.
 
-    Boxes that are one answer are joined by commas. Where no truth is a letter, a box counts before an announced letter.
+    Boxes that are one answer are joined by commas; where each equals a truth, they are notations of it and the last counts.
+    Where no truth is a letter, a box counts before an announced letter.
     """
     turns = [response] if isinstance(response, str) else response
     if (found := find_in_turns(_find, turns)) is None:
@@ -92,7 +93,10 @@ def final_answer(response: str | Sequence[str], truths: Sequence[str] = ()) -> s
     (number, answer), letter = found, regex.compile(r"\(?[A-Z]\)?")
     if truths and not any(map(letter.fullmatch, truths)) and OPTION.fullmatch(turns[number], answer.start, answer.end):
         answer = _find_box(turns[number]) or answer
-    return ", ".join(dict.fromkeys(parts_of(turns[number], answer)))
+    parts = list(dict.fromkeys(parts_of(turns[number], answer)))
+    if len(parts) > 1 and any(all(compare(truth, part) for part in parts) for truth in truths):
+        return parts[-1]
+    return ", ".join(parts)
 
 
 def compare(ground_truth: str, answer: str) -> bool | None:
