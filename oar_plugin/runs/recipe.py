@@ -187,6 +187,11 @@ def check_config(config: DictConfig) -> None:
     except OarConfigError as error:
         raise RecipeError(f"this configuration cannot work\n{error}") from error
     except Exception as error:  # verl raises AssertionError and errors of many other types
+        if "critic.model" in str(error):
+            advice = "set critic.model.path; OAR needs none: algorithm.adv_estimator=oar, with a base_estimator but gae"
+            raise RecipeError(
+                f"verl trains a critic with algorithm.adv_estimator=gae or critic.enable; {advice}"
+            ) from error
         raise RecipeError(f"verl refuses this configuration: {error or type(error).__name__}") from error
 
 
