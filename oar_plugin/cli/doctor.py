@@ -180,8 +180,9 @@ def _package(name: str, needed: bool, fault: str | None, unseen: Level) -> Findi
         level: Level = "missing" if name == "torch" else unseen
         if lacks := re.search(r"No module named '(\w+)(?![\w.])", fault):
             roots = {one["module"].partition(".")[0]: other for other, one in reversed(PACKAGES.items())}
-            install = f"pip install {roots.get(lacks[1], lacks[1])}, and what else it needs"
-        return Finding(name, level, f"{version or ''} does not import: {fault}".strip(), install)
+            again = f"pip install {roots.get(lacks[1], lacks[1])}"
+        text = f"{version or ''} does not import: {fault}".strip()
+        return Finding(name, level, text, again if lacks else f"again: {install}")
     if version and importable("packaging"):
         from packaging.specifiers import SpecifierSet
 
