@@ -188,10 +188,8 @@ def check_config(config: DictConfig) -> None:
         raise RecipeError(f"this configuration cannot work\n{error}") from error
     except Exception as error:  # verl raises AssertionError and errors of many other types
         if "critic.model" in str(error):
-            advice = "set critic.model.path; OAR needs none: algorithm.adv_estimator=oar, with a base_estimator but gae"
-            raise RecipeError(
-                f"verl trains a critic with algorithm.adv_estimator=gae or critic.enable; {advice}"
-            ) from error
+            advice = "set critic.model.path, or use algorithm.adv_estimator=oar, whose base estimators need no critic"
+            raise RecipeError(f"algorithm.adv_estimator=gae and critic.enable train a critic: {advice}") from error
         raise RecipeError(f"verl refuses this configuration: {error or type(error).__name__}") from error
 
 

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = "qwen2_5_7b_math"
 NODE, LOGIN, CPU = (8, False, "8 x H100"), (0, False, "sees none"), (0, True, "sees none")
 LIBCUDA = "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
+NO_MODULE = "ModuleNotFoundError: No module named '{}'"
 NO_SYMBOL = "ImportError: undefined symbol: _ZN3c10"
 NEEDED = ("torch", "ray", "transformers", "TransferQueue", "verl", "vllm", "datasets", "flash-attn")
 OF_MEGATRON = ("megatron-core", "mbridge", "transformer-engine")
@@ -40,9 +41,8 @@ def examined(monkeypatch, capsys):
     def examine(*words, machine=NODE, absent=(), faults={}, versions={}, lacks={}, wanted={}, more=(), found=()):  # noqa: B006
         tested = {name: re.findall(r"[\d.]+", f"{one.get('tested', '')} 1")[0] for name, one in PACKAGES.items()}
         tested = {name: version for name, version in (tested | versions).items() if name not in absent}
-        roots = {
-            PACKAGES.get(name, {"module": name})["module"].partition(".")[0] for name in {*absent} - {"tensorboard"}
-        }
+        of = {name: one["module"].partition(".")[0] for name, one in PACKAGES.items()}
+        roots = {of.get(name, name) for name in {*absent} - {"tensorboard"}}
         gone = {"kernels", *roots}  # without kernels, flash-attn is needed
 
         def ask(child, function, argument=None, *_):
@@ -86,17 +86,9 @@ MISSING = [
     ({"faults": {"flash-attn": NO_SYMBOL}}, "flash-attn", NO_SYMBOL),
     ({"faults": {"torch": "crashed with SIGSEGV"}}, "torch", "crashed with SIGSEGV"),
     # A checkout on the search path has no version; the module that it lacks is not the package itself.
-    ({"faults": {"ray": "ModuleNotFoundError: No module named 'msgpack'"}}, "ray", "; pip install msgpack"),
-    (
-        {"faults": {"verl": "ModuleNotFoundError: No module named 'transfer_queue'"}},
-        "verl",
-        "; pip install TransferQueue",
-    ),
-    (
-        {"faults": {"verl": "ModuleNotFoundError: No module named 'verl.x'"}},
-        "verl",
-        "; again: in an environment of its own",
-    ),
+    ({"faults": {"ray": NO_MODULE.format("msgpack")}}, "ray", "; pip install msgpack"),
+    ({"faults": {"verl": NO_MODULE.format("transfer_queue")}}, "verl", "; pip install TransferQueue"),
+    ({"faults": {"verl": NO_MODULE.format("verl.x")}}, "verl", "; again: in an environment of its own"),
     ({"faults": {"verl": NO_SYMBOL}}, "verl", NO_SYMBOL),
     ({"faults": {doctor._LOADED: "ValueError: oar"}}, "oar_plugin", "verl did not load it"),
     ({"lacks": {"sync": ("verl.x: Y is not there", "z")}}, "sync", "Y is not there; z"),
@@ -134,12 +126,10 @@ def test_verl_is_not_blamed_for_a_vllm_that_is_not_there_and_bare_environments_g
 def test_the_tested_versions_are_those_that_were_run_together():
     table = (ROOT / "docs/evidence/versions.md").read_text().partition("|---|")[2].partition("\n\n")[0]
     for row in table.splitlines()[1:]:
-        _, _, torch, transformers, verl, vllm, megatron = (cell.strip() for cell in row.strip("|").split("|"))
-        core = megatron.removeprefix("core ")
-        run = {"torch": torch, "transformers": transformers, "verl": verl, "vllm": vllm, "megatron-core": core}
-        for name, cell in run.items():
-            if found := re.match(r"[\d.]+[\d](\.dev)?", cell):
-                assert SpecifierSet(PACKAGES[name]["tested"]).contains(found[0], prereleases=True), (name, cell)
+        cells = [cell.strip(" |").removeprefix("core ") for cell in row.split(" | ")[2:]]
+        for name, cell in zip(("torch", "transformers", "verl", "vllm", "megatron-core"), cells, strict=True):
+            if found := re.match(r"[\d.]+\d(\.dev)?", cell):
+                assert SpecifierSet(PACKAGES[name]["tested"]).contains(found[0], prereleases=True), row
 
 
 MORE = [

@@ -90,18 +90,16 @@ def doubts(config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, bool
         yield "estimator", False, f"{unused[0]} is unused with algorithm.adv_estimator={used}; {meant}"
     if (room := length_limits(config)[1]) < prompt + response:
         text = f"data.max_response_length={response}: {_ROLLOUT}.max_model_len leaves {max(0, room - prompt)} tokens after "
-        text += f"data.max_prompt_length={prompt}; what is longer is cut off and gets no weights"
-        yield "lengths", False, f"{text}; allowed: max_model_len={prompt + response}, or shorter responses"
-    whole = mini * (OmegaConf.select(config, f"trainer.v1.{trainer}.parameter_sync_step") or 1)
-    batch, one = data.train_batch_size, trainer == "separate_async"  # which takes one size only
-    if batch % whole or (one and batch != whole):
-        does = (
-            "verl ends with an error"
-            if (ends := one or trainer == RAY_TRAINER)
-            else "verl fills each batch with empty responses"
+        text += (
+            f"data.max_prompt_length={prompt}; what is longer is cut off and gets no weights; allowed: max_model_len="
         )
-        text = f"data.train_batch_size={batch} with {_ACTOR}.ppo_mini_batch_size={mini}: {does}"
-        yield "batch", ends, f"{text}; allowed for {trainer}: {'' if one else 'a multiple of '}{whole}"
+        yield "lengths", False, f"{text}{prompt + response}, or shorter responses"
+    whole = mini * (OmegaConf.select(config, f"trainer.v1.{trainer}.parameter_sync_step") or 1)
+    if data.train_batch_size % whole:
+        ends = trainer in (RAY_TRAINER, "separate_async")
+        does = "verl ends with an error" if ends else "verl fills each batch with empty responses"
+        text = f"data.train_batch_size={data.train_batch_size} with {_ACTOR}.ppo_mini_batch_size={mini}: {does}"
+        yield "batch", ends, f"{text}; allowed for {trainer}: a multiple of {whole}"
 
 
 def parsed(algorithm: DictConfig) -> OarConfig:

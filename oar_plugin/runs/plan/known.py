@@ -63,7 +63,7 @@ def load_model(name: str) -> SimpleNamespace:
             given = dict(json.loads(Path(source).read_text("utf-8")))
         except (OSError, TypeError, ValueError) as error:
             advice = (
-                "config.json tells the sizes: in the folder, or in the hub's cache by `hf download MODEL config.json`"
+                "config.json tells the sizes: in the folder, or in the hub's cache (`hf download MODEL config.json`)"
             )
             raise NotPlannedError(f"{key}: {cause(error)}; {advice}") from error
     else:
@@ -74,15 +74,11 @@ def load_model(name: str) -> SimpleNamespace:
     values |= {key: value for key, value in given.items() if value is not None}
     if wrong := [one for one in KNOWN["columns"][1:-1] if not (isinstance(values.get(one), int) and values[one] > 0)]:
         raise NotPlannedError(f"{key}: no number {', '.join(wrong)} in {source}")
-    m = SimpleNamespace(**{"head_dim": values["hidden_size"] // values["num_attention_heads"], **values})
+    values = {"head_dim": values["hidden_size"] // values["num_attention_heads"], **values}
+    m = SimpleNamespace(**values | {"name": name, "source": source})
     # Width of the MLP; in a mixture of experts, the summed width of one token's experts.
     m.inner = m.num_experts_per_tok * m.moe_intermediate_size or m.intermediate_size
-    m.name, m.source, m.queries, m.keys = (
-        name,
-        source,
-        m.num_attention_heads * m.head_dim,
-        m.num_key_value_heads * m.head_dim,
-    )
+    m.queries, m.keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
     return m
 
 
