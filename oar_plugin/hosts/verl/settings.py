@@ -89,11 +89,9 @@ def doubts(config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, bool
         meant = f"OAR on top of an estimator is algorithm.adv_estimator=oar algorithm.oar.base_estimator={base}"
         yield "estimator", False, f"{unused[0]} is unused with algorithm.adv_estimator={used}; {meant}"
     if (room := length_limits(config)[1]) < prompt + response:
-        text = f"data.max_response_length={response}: {_ROLLOUT}.max_model_len leaves {max(0, room - prompt)} tokens after "
-        text += (
-            f"data.max_prompt_length={prompt}; what is longer is cut off and gets no weights; allowed: max_model_len="
-        )
-        yield "lengths", False, f"{text}{prompt + response}, or shorter responses"
+        limit = f"{_ROLLOUT}.max_model_len leaves {max(0, room - prompt)} tokens after data.max_prompt_length={prompt}"
+        allowed = f"what is longer is cut off and gets no weights; allowed: max_model_len={prompt + response}"
+        yield "lengths", False, f"data.max_response_length={response}: {limit}; {allowed}, or shorter responses"
     whole = mini * (OmegaConf.select(config, f"trainer.v1.{trainer}.parameter_sync_step") or 1)
     if data.train_batch_size % whole:
         ends = trainer in (RAY_TRAINER, "separate_async")

@@ -54,9 +54,13 @@ class Plan:
         self.cached = self.cached_tokens / (self.rollout.max_model_len or self.max_length)
         peak = max(self.range, key=lambda phase: self.range[phase][least <= total])
         self.fits = least <= total and self.cached >= 1
-        self.verdict = "does not fit" if not self.fits else "fits tightly" if most > total else "fits"
-        cache = "" if self.cached >= 1 else "; vLLM's cache holds less than one sequence"
-        self.margin = f"{in_gib(self.range[peak])} of {self.gpu.memory_gib:g} GiB in {peak}{cache}"
+        cut = min(self.micro_batch.values()) * self.cp < min(
+            self.max_length, self.rollout.max_model_len or self.max_length
+        )
+        self.verdict = "does not fit" if not self.fits else "fits tightly" if most > total or cut else "fits"
+        less = "; vLLM's cache holds less than one sequence" if self.cached < 1 else ""
+        less += "; verl ends at a sequence that is longer than a micro-batch" if cut else ""
+        self.margin = f"{in_gib(self.range[peak])} of {self.gpu.memory_gib:g} GiB in {peak}{less}"
         smaller = f"a smaller {ACTOR}.ppo_max_token_len_per_gpu"
         self.advice = f"try {self.group}.optimizer_offload=True, {smaller}, or more trainer.nnodes"
         self.passes = trainer_passes(self)
@@ -242,8 +246,7 @@ def temporary(p: Plan, phase: str, tokens: float) -> float:
     elif trains:  # logits and their gradient, which is float32 in Megatron's cross entropy
         logits = HALF * ((3 if p.megatron else 2) * m.vocab_size + 4 * hidden) * tokens
     else:  # logits, and for the entropy three float32 tensors per chunk, or copies of all: one, or two (one float32)
-        chunked = p.actor.entropy_from_logits_with_chunking and not p.megatron
-        rows = p.actor.entropy_from_logits_chunk_size if chunked else 0
+        rows = p.actor.entropy_from_logits_chunk_size * (p.actor.entropy_from_logits_with_chunking and not p.megatron)
         entropy = 12 * m.vocab_size * min(rows, tokens) or (6 if p.megatron else 2) * m.vocab_size * tokens
         logits = HALF * (m.vocab_size + (0 if phase == LOG_PROB else 3 * hidden)) * tokens + max(entropy, 2 * embedding)
     # A layer keeps its input for its backward; without checkpointing, what its products need. `width`: of the layer at work.
