@@ -246,7 +246,8 @@ def temporary(p: Plan, phase: str, tokens: float) -> float:
     elif trains:  # logits and their gradient, which is float32 in Megatron's cross entropy
         logits = HALF * ((3 if p.megatron else 2) * m.vocab_size + 4 * hidden) * tokens
     else:  # logits, and for the entropy three float32 tensors per chunk, or copies of all: one, or two (one float32)
-        rows = p.actor.entropy_from_logits_chunk_size * (p.actor.entropy_from_logits_with_chunking and not p.megatron)
+        rows = p.actor.get("entropy_from_logits_chunk_size", 2048)  # which verl 0.8 does not name
+        rows *= p.actor.entropy_from_logits_with_chunking and not p.megatron
         entropy = 12 * m.vocab_size * min(rows, tokens) or (6 if p.megatron else 2) * m.vocab_size * tokens
         logits = HALF * (m.vocab_size + (0 if phase == LOG_PROB else 3 * hidden)) * tokens + max(entropy, 2 * embedding)
     # A layer keeps its input for its backward; without checkpointing, what its products need. `width`: of the layer at work.
