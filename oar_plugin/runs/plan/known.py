@@ -58,9 +58,12 @@ def load_model(name: str) -> SimpleNamespace:
     short = "-".join(word for word in words if word not in KNOWN["variants"])
     key = f"actor_rollout_ref.model.path={name}"
     if (file := Path(name).expanduser() / "config.json").is_file() or short not in KNOWN["models"]:
+        with contextlib.suppress(ImportError, ValueError):  # ValueError: a path is no name on the hub
+            from huggingface_hub import try_to_load_from_cache
+
+            file = file if file.is_file() else Path(str(try_to_load_from_cache(name, "config.json") or file))
         try:
-            source = str(file if file.is_file() else _in_cache(name) or file)
-            given = dict(json.loads(Path(source).read_text("utf-8")))
+            given, source = dict(json.loads(file.read_text("utf-8"))), str(file)
         except (OSError, TypeError, ValueError) as error:
             advice = (
                 "config.json tells the sizes: in the folder, or in the hub's cache (`hf download MODEL config.json`)"
@@ -80,12 +83,3 @@ def load_model(name: str) -> SimpleNamespace:
     m.inner = m.num_experts_per_tok * m.moe_intermediate_size or m.intermediate_size
     m.queries, m.keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
     return m
-
-
-def _in_cache(name: str) -> str | None:
-    """Return the path of a model's config.json in the hub's cache, or None."""
-    with contextlib.suppress(ImportError, ValueError):  # ValueError: no name on the hub, but a path
-        from huggingface_hub import try_to_load_from_cache
-
-        return found if isinstance(found := try_to_load_from_cache(name, "config.json"), str) else None
-    return None
