@@ -6,12 +6,16 @@ import sys
 import traceback
 from functools import partial
 
-import torch
-import tyro
-from rich.console import Console
-from rich.status import Status
+INSTALL = "`pip install -e '.[benchmarks]'` in a checkout installs what the studies need"
+try:
+    import torch
+    import tyro
+    from rich.console import Console
+    from rich.status import Status
 
-from benchmarks.machine import choose_device, describe_machine, load_average
+    from benchmarks.machine import choose_device, describe_machine, load_average
+except ModuleNotFoundError as error:
+    sys.exit(f"benchmarks: {error.name} is not installed; {INSTALL}")
 
 STUDIES = {
     "count": "FLOPs, memory and collectives of a step of models that do not fit here, on tensors without data",
@@ -39,7 +43,10 @@ def main(arguments: list[str]) -> int:
     if name not in STUDIES:
         print(f"benchmarks: there is no study {name!r}; allowed: {', '.join(STUDIES)}", file=sys.stderr)
         return 2
-    package, study = (importlib.import_module(f"benchmarks.{module}") for module in (name, f"{name}.study"))
+    try:
+        package, study = (importlib.import_module(f"benchmarks.{module}") for module in (name, f"{name}.study"))
+    except ModuleNotFoundError as error:
+        sys.exit(f"benchmarks {name}: {error.name} is not installed; {INSTALL}")
     settings = tyro.cli(study.Settings, prog=f"python -m benchmarks {name}", description=package.__doc__, args=rest)
     console = Console()
     try:

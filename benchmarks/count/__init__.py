@@ -7,7 +7,7 @@ It runs the host's forward and update, and the package's own gradient pass. Repo
   traffic    number and bytes of FSDP2's collectives per micro-batch
   checks     the same phases of a small model with real tensors, by PyTorch's allocation profiler
 
-examples:
-  python -m benchmarks count --out DIR --models Qwen2.5-0.5B      without --models: all
-  python -m benchmarks count --recipe qwen2_5_7b_math KEY=VALUE   adds what `oar plan` lacks to its counts.json
+`oar plan` reads none of this: its formulas are compared with these counts.
+
+example: python -m benchmarks count --out DIR --models Qwen2.5-0.5B      without --models: all
 """

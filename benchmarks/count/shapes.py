@@ -6,15 +6,32 @@ gradients of an earlier micro-batch among them. FSDP1 counts like FSDP2. The imp
 much memory as the others or more, with one pooled row per response.
 """
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Literal
+
+from oar_plugin.runs.plan.known import KNOWN
+
+
+def dimensions(model: SimpleNamespace) -> str:
+    """Return the keys of a planner's model that set the shapes of its config.json, besides the number of layers, as JSON."""
+    keys = {*KNOWN["columns"], "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"}
+    values = {key: getattr(model, key) for key in keys - {"num_hidden_layers"}}
+    return json.dumps({key: value for key, value in values.items() if value}, sort_keys=True)
+
+
+def at(powers: Sequence[Sequence[float]], layers: int, length: float = 0.0) -> float:
+    """Return a count: a polynomial of the length, with coefficients without any layer, and those of each layer."""
+    return sum((a + b * layers) * length**power for power, (a, b) in enumerate(zip(*powers, strict=True)))
 
 
 @dataclass(frozen=True)
 class Work:
     """What FLOPs depend on, besides layers and length."""
 
-    model: str  # `dimensions` of the planner's model
+    model: str  # `dimensions` of a planner's model
     recompute: bool = True  # activation checkpointing, layer by layer
     # A recomputation runs to the layer's end (Megatron); torch's stops at the last kept tensor.
     whole_layers: bool = False
@@ -25,7 +42,7 @@ class Work:
 class Memory:
     """What the bytes and collectives of an FSDP rank depend on, besides layers."""
 
-    model: str  # `dimensions` of the planner's model
+    model: str  # `dimensions` of a planner's model
     tokens: int  # of one rank's micro-batch
     weights: Literal["fp32", "bf16"] = "fp32"  # stored weights and their gradients
     element: Literal["fp32", "bf16"] = "bf16"  # arithmetic and activations

@@ -6,15 +6,12 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-import tyro
-
 from benchmarks.count import fake_step, real
-from benchmarks.count.shapes import Counts, Memory, Work
-from benchmarks.count.ship import ship
+from benchmarks.count.shapes import Counts, Memory, Work, at, dimensions
 from benchmarks.report import Progress, Report, Table
 from oar_plugin.credit.importance import IMPORTANCES, Importance
 from oar_plugin.credit.regression import COLUMNS, FEATURES
-from oar_plugin.runs.plan.known import KNOWN, at, load_model
+from oar_plugin.runs.plan.known import KNOWN, load_model
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Yi-1.5-34B", "Qwen3-30B-A3B")
 MORE = ("Qwen2.5-7B",)
@@ -35,10 +32,6 @@ SPANS = {"oar_p": 1, "oar_p, spans of 8": 8}
 class Settings:
     models: tuple[str, ...] = MODELS
     """Names that `oar plan` knows."""
-    recipe: str | None = None
-    """Instead of models: this recipe (a name, a folder, or all), whose counts are added to those of `oar plan`."""
-    overrides: tyro.conf.Positional[tuple[str, ...]] = ()
-    """key=value, as for `oar plan`."""
     processes: int = 2
     """Models counted at once."""
     out: Path | None = None
@@ -52,7 +45,7 @@ class Settings:
 
 def count_model(name: str) -> dict[str, Counts]:
     """Return the counts of a model: FLOPs by kind, bytes by layout."""
-    model = load_model(name).dimensions
+    model = dimensions(load_model(name))
     memory = Memory(model, TOKENS, shards=64)
     keys: dict[str, Work | Memory] = {CHECKPOINTING: Work(model), WHOLE: Work(model, recompute=False)}
     keys |= {"64 ranks": memory, f"64 ranks, {WHOLE}": replace(memory, recompute=False)}
@@ -83,9 +76,7 @@ def copies_flops(counts: Counts, layers: int, length: int, span: int, prefix: bo
     return forward + max(1.0, reasoning / span) * (forward - cached)
 
 
-def measure(settings: Settings, progress: Progress) -> Report | str:
-    if settings.recipe is not None:
-        return ship(settings.recipe, settings.overrides)
+def measure(settings: Settings, progress: Progress) -> Report:
     with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
         futures = {name: pool.submit(count_model, name) for name in settings.models}
         counts: dict[str, dict[str, Counts]] = {}

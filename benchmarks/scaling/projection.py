@@ -5,7 +5,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from benchmarks.count.ship import add_counts
 from benchmarks.report import Progress, Report, Table
 from benchmarks.workload import DEFAULT
 from oar_plugin.config import PREFIX
@@ -56,7 +55,6 @@ def measure(recipes: Sequence[str], progress: Progress) -> Report:
     for done, folder in enumerate(map(find_recipe, recipes)):
         progress(folder.name, done, len(recipes))
         config = compose_recipe(folder, "oar")
-        add_counts(config)
         for mode in MODES:
             rows = [planned(config, mode, gpus) for gpus in SIZES]
             cells = [
@@ -98,7 +96,6 @@ def planned(config: DictConfig, mode: str, gpus: int, oar: Mapping[str, Any] | N
         OmegaConf.update(changed, key, size)
     row: dict[str, Any] = {"mode": mode, "gpus": gpus}
     try:
-        add_counts(changed)
         plan = Plan(changed, GPU)
     except PlanError as error:
         return row | {"problem": str(error).splitlines()[-1]}

@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +104,8 @@ def examine(child: Child, recipe: Path | None, overrides: Sequence[str]) -> Iter
     needed, of_recipe = read or (needs_of(on_cpu), [Finding("configuration", "missing", str(fault))] if recipe else [])
     modules = {name: PACKAGES[name]["module"] for name in PACKAGES if name in needed}
     if "vllm" in modules:
-        modules["verl"] = "verl.workers.rollout.vllm_rollout.vllm_async_server"
+        if importable("vllm"):  # else it is vLLM that is missing, and not verl
+            modules["verl"] = "verl.workers.rollout.vllm_rollout.vllm_async_server"
         if on_cpu:
             modules["vllm"] = "vllm._custom_ops"  # this module selects kernels for the CPU's instruction set
     faults: dict[str, str | None] = {}
@@ -148,8 +150,10 @@ def read_recipe(recipe: Path | None, overrides: list[str], gpus: int, on_cpu: bo
     each = 0 if config.trainer.device == "cpu" else gpus_needed(config)[1]
     level: Level = "ok" if gpus >= each else "missing" if gpus or on_cpu else "not checked"
     cluster = Finding("cluster", level, f"needs {each} GPUs on each node; here {gpus} visible")
-    found = preflight.examine(config, preflight.gpu_of_run(None, None, local=True), gpu_seen=gpus > 0)[1]
-    return needed, [cluster, *found]
+    memory, *found = preflight.examine(config, preflight.gpu_of_run(None, local=True), overrides)[1]
+    if memory.subject == "memory" and not gpus:
+        memory = memory._replace(level="not checked", advice="oar plan RECIPE --gpu NAME plans for other GPUs")
+    return needed, [cluster, memory, *found]
 
 
 def needs_of(
@@ -174,12 +178,17 @@ def _package(name: str, needed: bool, fault: str | None, unseen: Level) -> Findi
         return Finding(name, "missing" if needed else "note", "not installed", install)
     if fault:  # a package may need a GPU's driver
         level: Level = "missing" if name == "torch" else unseen
-        return Finding(name, level, f"{version or ''} does not import: {fault}".strip(), f"again: {install}")
-    from packaging.specifiers import SpecifierSet
+        if lacks := re.search(r"No module named '(\w+)(?![\w.])", fault):
+            roots = {one["module"].partition(".")[0]: other for other, one in reversed(PACKAGES.items())}
+            again = f"pip install {roots.get(lacks[1], lacks[1])}"
+        text = f"{version or ''} does not import: {fault}".strip()
+        return Finding(name, level, text, again if lacks else f"again: {install}")
+    if version and importable("packaging"):
+        from packaging.specifiers import SpecifierSet
 
-    if version is None or SpecifierSet(tested).contains(version, prereleases=True):
-        return Finding(name, "ok", f"{version or ''}{'' if needed else ', not imported: only other runs need it'}")
-    return Finding(name, "note", version, f"tested with {tested}")
+        if not SpecifierSet(tested).contains(version, prereleases=True):
+            return Finding(name, "note", version, f"tested with {tested}")
+    return Finding(name, "ok", f"{version or ''}{'' if needed else ', not imported: only other runs need it'}")
 
 
 def _features(child: Child, needed: set[str]) -> Iterator[Finding]:

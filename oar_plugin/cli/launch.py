@@ -101,13 +101,14 @@ def _launch(args: argparse.Namespace) -> int:
             wanted = entry.load()(one_machine=local)  # verl_cpu's, which extends the value of `EXTERNAL_MODULES`
             environment |= {k: v for k, v in wanted.items() if k not in os.environ or k == EXTERNAL_MODULES}
             os.environ.update(environment)
-    gpu = preflight.gpu_of_run(args.gpu, None, local)
+    gpu = preflight.gpu_of_run(args.gpu, local)
     files_seen = args.recipe_on_nodes is None and sees_files(on, vars(args))
     jobs, said = [], set[preflight.Finding]()
     for run in runs:
         done = run_folder.check(run.config, os.environ.get(run_folder.START, ""))
         jobs.append((done, job := job_of(run, recipe, on, vars(args), environment)))
-        made, findings = preflight.examine(run.config, gpu, files_seen=files_seen, local=local)
+        words = *run.overrides, *(["algorithm.oar"] if run.variant == "oar" else [])
+        made, findings = preflight.examine(run.config, gpu, words, files_seen=files_seen, local=local)
         # Importing verl takes seconds, from a slow disk minutes: what is missing is said before.
         if args.dry_run or args.no_check or all(finding.level != "missing" for finding in findings):
             try:

@@ -51,12 +51,13 @@ def run(args: argparse.Namespace) -> int:
     out = console(highlight=False)
     out.print(shown)
     out.print(
-        f"{plan.gpu.name} ({plan.gpu.memory_gib:g} GiB), {plan.gpus} GPUs, data parallel {plan.dp}. {plan.model.name}: "
-        f"{plan.parameters['base'] / 1e9:.2f}B parameters; an engine's cache holds {plan.cached:.0f} of the longest sequences.",
+        f"{plan.gpu.name} ({plan.gpu.memory_gib:g} GiB), {plan.gpus} GPUs, data parallel {plan.dp}. "
+        f"{plan.model.name} ({plan.model.source}): {plan.parameters['base'] / 1e9:.2f}B parameters; an engine's cache holds "
+        f"{plan.cached:.0f} of the longest sequences.",
         f"A step takes {plan.step:.1f} s, of which OAR {plan.oar:.1f} s: {plan.to_grpo:.2f} x the same step of GRPO, "
         f"with {plan.scored_share:.0%} of the responses scored (--scored-share).",
         plan.summary,
-        f"Projected, not measured. Assumed: responses of {plan.mean_response:.0f} tokens, prompts of {plan.mean_prompt:.0f}; "
+        f"By formula, not measured. Assumed: responses of {plan.mean_response:.0f} tokens, prompts of {plan.mean_prompt:.0f}; "
         f"shares of the datasheet: {shares}.",
         f"Verdict: {plan.verdict} ({plan.margin}).{'' if plan.verdict == 'fits' else f' For more memory, {plan.advice}.'}",
         sep="\n",

@@ -190,6 +190,9 @@ def check_config(config: DictConfig) -> None:
     except OarConfigError as error:
         raise RecipeError(f"this configuration cannot work\n{error}") from error
     except Exception as error:  # verl raises AssertionError and errors of many other types
+        if "critic.model" in str(error):
+            advice = "set critic.model.path, or use algorithm.adv_estimator=oar, whose base estimators need no critic"
+            raise RecipeError(f"algorithm.adv_estimator=gae and critic.enable train a critic: {advice}") from error
         raise RecipeError(f"verl refuses this configuration: {error or type(error).__name__}") from error
 
 

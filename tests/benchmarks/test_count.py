@@ -1,17 +1,16 @@
-"""Counts on fake tensors: beside real tensors, closed formulas and other numbers of layers; those that the package ships."""
+"""Counts on fake tensors: beside real tensors, closed formulas, other numbers of layers and committed ones."""
 
 import json
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 
-from benchmarks.count import real, ship
+from benchmarks.count import real, shapes
 from benchmarks.count.fake_step import count, measure
-from benchmarks.count.shapes import Work
-from oar_plugin.runs.plan.known import COUNTS, at
-from oar_plugin.runs.plan.planning import UPDATE, Plan
-from oar_plugin.runs.recipe import compose_recipe, find_recipe
+from benchmarks.count.shapes import Memory, Work, at
+from oar_plugin.runs.plan.known import load_model
 
 DENSE, SMALL, work = real.DENSE, real.SMALL, cache(count)
 dimensions = partial(json.dumps, sort_keys=True)
@@ -73,15 +72,11 @@ def test_bytes_and_collectives_are_linear_in_the_number_of_layers(changes):
     assert at(counted["collectives"]["log-probs"], LAYERS) == LAYERS + (2 if changes.get("fused") else 3)
 
 
-def test_a_count_of_today_is_the_shipped_one_and_a_lacking_one_is_added(tmp_path, monkeypatch):
-    shipped, file = json.loads(ship.SHIPPED.read_text()), tmp_path / "counts.json"
-    monkeypatch.setattr(ship, "SHIPPED", file)
-    config = compose_recipe(find_recipe("qwen2_5_7b_lora"))
-    made = Plan(config)
-    update = made.counted_memory(UPDATE, made.micro_batch[UPDATE])
-    for name in [name for name, of in shipped.items() if "sent" in of]:
-        monkeypatch.delitem(COUNTS, name)
-    assert ship.ship("qwen2_5_7b_lora", []).endswith(": 1"), "the same micro-batches in log-probs and update"
-    added = json.loads(file.read_text())
-    assert added == {name: of for name, of in shipped.items() if name in added}
-    assert Plan(config).counted_memory(UPDATE, made.micro_batch[UPDATE]) == update
+def test_a_count_of_today_is_one_that_the_planner_is_compared_with():
+    name, tokens, changes, peaks = json.loads((Path(__file__).parents[1] / "runs/plan/counts.json").read_text())[3]
+    layers, counted = (
+        load_model(name).num_hidden_layers,
+        count(Memory(shapes.dimensions(load_model(name)), tokens, **changes)),
+    )
+    phases = (counted[phase].values() for phase in ("log-probs", "importance", "update"))
+    assert [max(at(of, layers) for of in parts) / 2**30 for parts in phases] == pytest.approx(peaks, abs=1e-3)

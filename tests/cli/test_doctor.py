@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from oar_plugin.cli import doctor
 from oar_plugin.cli.doctor import PACKAGES, Child, needs_of
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = "qwen2_5_7b_math"
 NODE, LOGIN, CPU = (8, False, "8 x H100"), (0, False, "sees none"), (0, True, "sees none")
 LIBCUDA = "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"
+NO_MODULE = "ModuleNotFoundError: No module named '{}'"
 NO_SYMBOL = "ImportError: undefined symbol: _ZN3c10"
 NEEDED = ("torch", "ray", "transformers", "TransferQueue", "verl", "vllm", "datasets", "flash-attn")
 OF_MEGATRON = ("megatron-core", "mbridge", "transformer-engine")
@@ -39,7 +41,8 @@ def examined(monkeypatch, capsys):
     def examine(*words, machine=NODE, absent=(), faults={}, versions={}, lacks={}, wanted={}, more=(), found=()):  # noqa: B006
         tested = {name: re.findall(r"[\d.]+", f"{one.get('tested', '')} 1")[0] for name, one in PACKAGES.items()}
         tested = {name: version for name, version in (tested | versions).items() if name not in absent}
-        roots = {PACKAGES[name]["module"].partition(".")[0] for name in absent if name != "tensorboard"}
+        of = {name: one["module"].partition(".")[0] for name, one in PACKAGES.items()}
+        roots = {of.get(name, name) for name in {*absent} - {"tensorboard"}}
         gone = {"kernels", *roots}  # without kernels, flash-attn is needed
 
         def ask(child, function, argument=None, *_):
@@ -83,7 +86,9 @@ MISSING = [
     ({"faults": {"flash-attn": NO_SYMBOL}}, "flash-attn", NO_SYMBOL),
     ({"faults": {"torch": "crashed with SIGSEGV"}}, "torch", "crashed with SIGSEGV"),
     # A checkout on the search path has no version; the module that it lacks is not the package itself.
-    ({"faults": {"ray": "ModuleNotFoundError: No module named 'msgpack'"}}, "ray", "msgpack"),
+    ({"faults": {"ray": NO_MODULE.format("msgpack")}}, "ray", "; pip install msgpack"),
+    ({"faults": {"verl": NO_MODULE.format("transfer_queue")}}, "verl", "; pip install TransferQueue"),
+    ({"faults": {"verl": NO_MODULE.format("verl.x")}}, "verl", "; again: in an environment of its own"),
     ({"faults": {"verl": NO_SYMBOL}}, "verl", NO_SYMBOL),
     ({"faults": {doctor._LOADED: "ValueError: oar"}}, "oar_plugin", "verl did not load it"),
     ({"lacks": {"sync": ("verl.x: Y is not there", "z")}}, "sync", "Y is not there; z"),
@@ -92,7 +97,7 @@ MISSING = [
 ]
 NOTES = [
     *(({"absent": [name]}, name, "not installed") for name in PACKAGES if name not in NEEDED),
-    ({"versions": {"torch": "2.10.1"}}, "torch", PACKAGES["torch"]["tested"]),
+    *(({"versions": {"torch": version}}, "torch", PACKAGES["torch"]["tested"]) for version in ("2.10.1", "2.15.0")),
     ({"lacks": {"megatron": ("no megatron",)}}, "megatron", "no megatron"),
     ({"lacks": {"offload": ("vLLM lacks x",)}}, "offload", "vLLM lacks x"),
     ({"machine": CPU}, "GPUs", "verl_cpu"),
@@ -106,6 +111,25 @@ def test_what_is_missing_or_worth_a_note_comes_with_what_to_do(examined, changes
     finding, missing = findings[subject], (changes, subject, said) in MISSING
     assert said in f"{finding['text']}; {finding['advice']}"
     assert (finding["level"], *ends) == (("missing", 1, "not ready") if missing else ("note", 0, "ready"))
+
+
+def test_verl_is_not_blamed_for_a_vllm_that_is_not_there_and_bare_environments_get_an_answer(examined, monkeypatch):
+    verls = {"import verl.workers.rollout.vllm_rollout.vllm_async_server": "vllm version None not supported"}
+    findings = examined(absent=["vllm"], faults=verls)[0]
+    assert [name for name, finding in findings.items() if finding["level"] == "missing"] == ["vllm"]
+    assert findings["vllm"]["advice"].startswith("pip install 'vllm>=")
+    monkeypatch.setitem(sys.modules, "packaging.specifiers", None)  # as after `pip install --no-deps verl`
+    bare = examined(absent=["torch", "packaging"])[0]
+    assert (bare["torch"]["level"], bare["verl"]["level"]) == ("missing", "ok")
+
+
+def test_the_tested_versions_are_those_that_were_run_together():
+    table = (ROOT / "docs/evidence/versions.md").read_text().partition("|---|")[2].partition("\n\n")[0]
+    for row in table.splitlines()[1:]:
+        cells = [cell.strip(" |").removeprefix("core ") for cell in row.split(" | ")[2:]]
+        for name, cell in zip(("torch", "transformers", "verl", "vllm", "megatron-core"), cells, strict=True):
+            if found := re.match(r"[\d.]+\d(\.dev)?", cell):
+                assert SpecifierSet(PACKAGES[name]["tested"]).contains(found[0], prereleases=True), row
 
 
 MORE = [

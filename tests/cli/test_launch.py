@@ -133,6 +133,12 @@ def test_files_of_a_container_are_not_looked_for(capsys):
     assert {subject for subject, level in levels(said.err) if level == "not checked"} == {"data", "model", "reward"}
 
 
+def test_keys_of_oar_that_another_estimator_leaves_unused_are_told(capsys):
+    for words, told in ([], True), (["--variant", "grpo"], False), (["--variant", "grpo", "oar=default"], True):
+        assert main(["launch", ONE, "algorithm.adv_estimator=rloo", *words, "--dry-run"]) == 0
+        assert (("estimator", "note") in levels(capsys.readouterr().err)) is told
+
+
 @pytest.mark.parametrize(("where", "alone"), [("", True), ("--on slurm", False)])
 def test_a_run_on_the_cpus_of_one_machine_listens_on_its_loopback(where, alone, environment, capsys):
     environment["OAR_SMOKE"] = "/smoke"
@@ -176,6 +182,7 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         ("seven", "seven: neither a folder nor a recipe; recipes: qwen2_5_0_5b_gsm8k,"),
         (f"{ONE} --dry-run actor_rollout_ref.actor.use_dynamic_bsz=False data.train_batch_size=7", "verl refuses this"),
         (f"{ONE} algorithm.oar.tau=2", "algorithm.oar.tau"),
+        (f"{ONE} --dry-run algorithm.adv_estimator=gae", "train a critic: set critic.model.path, or use"),
         (f"{ONE} --dry-run +actor_rollout_ref.rollout.nope=1", "verl refuses this"),
         (f"{ONE} --dry-run actor_rollout_ref.actor.loss_agg_mode=token_mean", "Invalid loss_agg_mode: token_mean"),
         (f"{ONE} --dry-run +actor_rollout_ref.model.nope=1", "no such key: actor_rollout_ref.model.nope"),

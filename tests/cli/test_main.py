@@ -89,6 +89,7 @@ SMALL = ["Verdict: does not fit", "of 27 GiB in update", "fsdp_config.optimizer_
             0,
             ["NVIDIA H200", "on 16 GPUs", "of 512 tokens"],
         ),
+        (f"{RECIPE} actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096", 0, ["By formula"]),
         ("nothing", 2, ["recipes: qwen2_5_0_5b_gsm8k"]),
         (f"{RECIPE} --gpu abacus", 2, ["allowed: L4-24"]),
         (f"{RECIPE} --gpu RTX4090", 2, ["allowed: L4-24", "did you mean 4090?"]),

@@ -1,6 +1,8 @@
 """What stops a verl run at its start, and what the command line can say."""
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +19,8 @@ from verl.models.transformers.dense_common import forward_with_torch_backend
 from oar_plugin.config import LEFT, OarConfig, OarConfigError
 from oar_plugin.hosts.verl import settings
 from oar_plugin.hosts.verl.fsdp import fused_fault
-from oar_plugin.hosts.verl.hydra_conf import command_line, mentions_oar
+from oar_plugin.hosts.verl.hydra_conf import CheckAtStart, command_line, mentions_oar
 from oar_plugin.hosts.verl.settings import resolve, switched_on
-from oar_plugin.hosts.vllm import versions
 from tests.asked import GIVEN
 from tests.limits import PROCESS_S
 from tests.passes.batch import random_model
@@ -65,6 +66,22 @@ def test_a_response_ends_at_the_first_of_all_limits(case):
     assert settings.length_limits(config(**changes), 5)[1] == 5 - (case["rollout"].get("name") == "sglang")
 
 
+@pytest.mark.parametrize("case", GIVEN["doubts"])
+def test_what_verl_takes_but_not_as_meant_is_said_and_stops_only_what_would_end(case, monkeypatch, capsys):
+    sizes = {"data__train_batch_size": 16, "data__max_prompt_length": 4, "data__max_response_length": 8}
+    sizes |= {ACTOR + "ppo_mini_batch_size": 8, ROLLOUT + "max_model_len": 16}
+    made, words = config(**sizes, algorithm__adv_estimator=case.get("estimator", "oar")), case.get("words", [])
+    for name, group in {"data": "data", "rollout": "actor_rollout_ref.rollout", "trainer": "trainer"}.items():
+        OmegaConf.update(made, group, case.get(name, {}), force_add=True)
+    found = list(settings.doubts(made, words))
+    for (_, ends, text), said in zip(found, case["said"], strict=True):
+        assert (ends, bool(re.search(said.removeprefix("! "), text))) == (said.startswith("! "), True), text
+    monkeypatch.setattr(sys, "argv", ["main_ppo", *words])
+    with pytest.raises(SystemExit) if any(ends for _, ends, _ in found) else contextlib.nullcontext():
+        CheckAtStart().on_run_start(made)
+        assert [f"oar: warning: {text}" for _, _, text in found] == capsys.readouterr().err.splitlines()
+
+
 def assert_refused(changes, parts):
     with pytest.raises(OarConfigError) as error:
         resolve(config(**changes))
@@ -92,10 +109,6 @@ def test_combinations_that_cannot_work_are_refused(changes, parts):
     assert_refused(changes, parts)
 
 
-with_a_vllm = pytest.mark.skipif(versions.installed() is None, reason="without a vLLM nothing else is looked at")
-
-
-@with_a_vllm
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
@@ -113,11 +126,11 @@ def test_what_the_offload_cannot_work_with_is_refused(changes, parts):
     assert_refused(OFFLOAD | changes, parts)
 
 
-def test_without_a_vllm_the_offload_is_refused_and_the_local_backend_is_named(monkeypatch):
+def test_without_a_vllm_the_offload_is_refused_where_it_would_run_and_the_local_backend_is_named(monkeypatch):
     monkeypatch.setattr(settings, "installed", lambda: None)
     with pytest.raises(OarConfigError, match=r"backend=rollout: vLLM is not installed.*backend=actor"):
-        resolve(config(**OFFLOAD))
-    assert not resolve(config(**OFFLOAD | {COPIES + "backend": "actor"})).offloads
+        resolve(config(**OFFLOAD), here=True)
+    assert resolve(config(**OFFLOAD)).offloads, "a plan needs none"
 
 
 @pytest.mark.parametrize(

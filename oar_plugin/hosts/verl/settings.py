@@ -1,22 +1,24 @@
 """Whether a verl configuration switches OAR on, and whether OAR supports it. Checked once, at the start of a run."""
 
 import math
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from secrets import randbelow
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from oar_plugin.config import OarConfig, OarConfigError
+from oar_plugin.config import BaseEstimator, OarConfig, OarConfigError
 from oar_plugin.credit.importance import named
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm.versions import installed
 from oar_plugin.output import say, write_whole
 
 ESTIMATOR = "oar"
+OARS = re.compile(r"[+~]*(oar=|algorithm\.oar\b)")  # an override of OAR's keys
 RAY_TRAINER = "ray_trainer"  # the feature in `capabilities` of `trainer.use_v1=False`
 # Base estimators under which equal rewards in a group make all of its advantages zero. Others normalise over the batch.
 ZERO_WHEN_EQUAL = ("grpo", "rloo", "opo")
@@ -80,6 +82,29 @@ def length_limits(config: DictConfig, positions: int = sys.maxsize) -> tuple[int
     return min(response, config.data.max_response_length), min(prompt + response, room)
 
 
+def doubts(config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, bool, str]]:
+    """Yield a subject, whether verl's run ends with an error, and a sentence for settings that do not do what they say.
+
+    `words` are the overrides of a command line.
+    """
+    data, trainer, mini = config.data, trainer_of(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
+    used, prompt, response = str(config.algorithm.adv_estimator), data.max_prompt_length, data.max_response_length
+    if used != ESTIMATOR and (unused := [word for word in words if OARS.match(word)]):
+        base = used if used in get_args(BaseEstimator) else "grpo"
+        meant = f"OAR on top of an estimator is algorithm.adv_estimator=oar algorithm.oar.base_estimator={base}"
+        yield "estimator", False, f"{unused[0]} is unused with algorithm.adv_estimator={used}; {meant}"
+    if (room := length_limits(config)[1]) < prompt + response:
+        limit = f"{_ROLLOUT}.max_model_len leaves {max(0, room - prompt)} tokens after data.max_prompt_length={prompt}"
+        allowed = f"what is longer is cut off and gets no weights; allowed: max_model_len={prompt + response}"
+        yield "lengths", False, f"data.max_response_length={response}: {limit}; {allowed}, or shorter responses"
+    whole = mini * (OmegaConf.select(config, f"trainer.v1.{trainer}.parameter_sync_step") or 1)
+    if data.train_batch_size % whole:
+        ends = trainer in (RAY_TRAINER, "separate_async")
+        does = "verl ends with an error" if ends else "verl fills each batch with empty responses"
+        text = f"data.train_batch_size={data.train_batch_size} with {_ACTOR}.ppo_mini_batch_size={mini}: {does}"
+        yield "batch", ends, f"{text}; allowed for {trainer}: a multiple of {whole}"
+
+
 def parsed(algorithm: DictConfig) -> OarConfig:
     """OAR's settings, from verl's group `algorithm`. OarConfigError: one that cannot work."""
     group = OmegaConf.select(algorithm, "oar")
@@ -132,7 +157,9 @@ def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
         choices["algorithm.adv_estimator", ESTIMATOR] = {ESTIMATOR: RAY_TRAINER}
     else:
         choices["trainer.use_v1", "False"] = {"False": RAY_TRAINER, "True": "sync"}
-    if oar.offloads:
+    if oar.offloads and installed() is None:
+        yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_OR_LOCAL}"
+    elif oar.offloads:
         choices["algorithm.oar.perturbation.backend", "rollout"] = {"rollout": "offload", "actor": STRATEGIES[strategy]}
     for (key, value), features in choices.items():
         if lacking := capabilities.missing(features[value]):
@@ -154,8 +181,6 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
             f"allowed: actor{', or one of the trainers of trainer.v1' if has_v1 else ''}"
         )
     engines = oar.offloads and not ray_trainer
-    if engines and installed() is None:
-        yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_OR_LOCAL}"
     needed = {"always": True, "v1": not ray_trainer, "megatron": megatron, "engines": engines}
     needed["fused"] = not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels")
     for refused in (one for when, table in REFUSED.items() if needed[when] for one in table):

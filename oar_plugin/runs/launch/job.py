@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
 
+from oar_plugin.hosts.verl.settings import OARS
 from oar_plugin.runs.recipe import RecipeError, command, compose_recipe, gpus_needed, recipes_folder
 
 SEEDS = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
 """Keys that `--seed` sets: for the order of prompts, for sampling in the engines, for the order of mini-batches."""
-OARS = re.compile(r"[+~]*(oar=|algorithm\.oar\b)")  # an override of OAR's keys
 LONGEST_JOB = 46  # characters; KubeRay appends to a job's name and allows 63
 SUBMIT = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "create", "-f", "-"]}
 """Scheduler -> the command that reads a script or manifest. (`kubectl apply` starts nothing if the RayJob exists.)"""

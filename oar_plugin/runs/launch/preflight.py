@@ -44,22 +44,24 @@ def importable(module: str) -> bool:
 
 
 def examine(
-    config: DictConfig, gpu: Gpu, *, gpu_seen: bool = True, files_seen: bool = True, local: bool = False
+    config: DictConfig, gpu: Gpu, words: Sequence[str] = (), *, files_seen: bool = True, local: bool = False
 ) -> tuple[Plan | None, list[Finding]]:
     """Return the plan of a run, or None if there is none, and the findings. The first is about memory or layout.
 
-    `gpu_seen` is whether the run's GPUs are known to be like `gpu`, `files_seen` whether the run sees the files of this
-    machine, `local` whether it runs on this machine.
+    `words` are the run's overrides, `files_seen` is whether it sees the files of this machine, `local` whether it runs here.
     """
-    made, memory = _examine_plan(config, gpu, gpu_seen)
+    from oar_plugin.hosts.verl.settings import doubts
+
+    made, memory = _examine_plan(config, gpu)
+    found = [Finding(subject, "missing" if ends else "note", text) for subject, ends, text in doubts(config, words)]
     if not files_seen:
         unseen = "on the nodes, cannot be checked from here"
-        return made, [memory, *(Finding(subject, "not checked", unseen) for subject in ("data", "model", "reward"))]
-    return made, [memory, _examine_data(config), _examine_model(config, local), _examine_reward(config)]
+        return made, [memory, *found, *(Finding(each, "not checked", unseen) for each in ("data", "model", "reward"))]
+    return made, [memory, *found, _examine_data(config), _examine_model(config, local), _examine_reward(config)]
 
 
-def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None, Finding]:
-    """Return the plan and the finding about layout and memory; "not checked" if the run's GPUs are unknown (not `seen`)."""
+def _examine_plan(config: DictConfig, gpu: Gpu) -> tuple[Plan | None, Finding]:
+    """Return the plan and the finding about layout and memory."""
     from oar_plugin.runs.plan.planning import NotPlannedError, Plan, PlanError
 
     if config.trainer.device == "cpu":
@@ -70,15 +72,13 @@ def _examine_plan(config: DictConfig, gpu: Gpu, seen: bool) -> tuple[Plan | None
         return None, Finding("memory", "not checked", f"not planned: {error}")
     except PlanError as error:
         return None, Finding("layout", "missing", "; ".join(str(error).splitlines()))
-    text = f"projected for GPUs of {gpu.memory_gib:.0f} GiB: {made.verdict}, {made.margin}"
-    if not seen:
-        return made, Finding("memory", "not checked", text, "oar plan RECIPE --gpu NAME plans for other GPUs")
+    text = f"by formula, for GPUs of {gpu.memory_gib:.0f} GiB: {made.verdict}, {made.margin}"
     if made.fits:
         return made, Finding("memory", "ok" if made.verdict == "fits" else "note", text)
     return made, Finding("memory", "missing", text, f"{made.advice}, or --gpu NAME if the run has other GPUs")
 
 
-def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
+def gpu_of_run(name: str | None, local: bool) -> Gpu:
     """Return the GPU to plan for: the named one, else for a local run the one of this machine, else H100-80.
 
     The GPU of this machine has its real memory, and the speed of the planner's GPU with the most similar one.
@@ -87,8 +87,8 @@ def gpu_of_run(name: str | None, memory_gib: float | None, local: bool) -> Gpu:
 
     from oar_plugin.runs.plan.known import GIB, GPUS, choose_gpu
 
-    if name or memory_gib or not local or not torch.cuda.device_count():
-        return choose_gpu(name or "H100-80", memory_gib)
+    if name or not local or not torch.cuda.device_count():
+        return choose_gpu(name or "H100-80")
     here = min(torch.cuda.get_device_properties(i).total_memory / GIB for i in range(torch.cuda.device_count()))
     return choose_gpu(min(GPUS, key=lambda key: abs(GPUS[key].memory_gib - here)), here)
 

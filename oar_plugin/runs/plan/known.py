@@ -1,18 +1,16 @@
-"""What the planner knows and assumes (`known.yaml`), counts of a step (`counts.json`), GPUs (`gpus.json`)."""
+"""What the planner knows and assumes (`known.yaml`), sizes of models, GPUs (`gpus.json`)."""
 
-import hashlib
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import yaml
 
-from oar_plugin.output import did_you_mean
+from oar_plugin.output import cause, did_you_mean
 
 KNOWN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("known.yaml").read_text(encoding="utf-8"))
-COUNTS: dict[str, Any] = json.loads(Path(__file__).with_name("counts.json").read_text(encoding="utf-8"))
 GIB = 2**30
 
 
@@ -22,14 +20,6 @@ class PlanError(ValueError):
 
 class NotPlannedError(PlanError):
     """It may run; the planner does not know its model, or the value of a key."""
-
-
-class NotCountedError(NotPlannedError):
-    """No counts are shipped. Its `args`: "Work" or "Memory" (`benchmarks/count/shapes.py`), the shape, its name."""
-
-    def __str__(self) -> str:
-        advice = "`python -m benchmarks count --recipe RECIPE key=value ...` in a checkout adds them"
-        return f"the package has no counts of this model with these micro-batches; {advice}"
 
 
 class Gpu(NamedTuple):
@@ -60,29 +50,37 @@ def choose_gpu(name: str = "H100-80", memory_gib: float | None = None) -> Gpu:
     return matches[0]._replace(memory_gib=memory_gib or matches[0].memory_gib)
 
 
-def counts(kind: str, shape: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return section -> name -> coefficients, the arguments of `at`. Raise NotCountedError if none are shipped."""
-    name = hashlib.sha256(f"{kind} {json.dumps(shape, sort_keys=True)}".encode()).hexdigest()[:16]
-    if name not in COUNTS:
-        raise NotCountedError(kind, shape, name)
-    return COUNTS[name]
-
-
-def at(powers: Sequence[Sequence[float]], layers: int, length: float = 0.0) -> float:
-    """Return a count: a polynomial of the length, with coefficients without any layer, and those of each layer."""
-    return sum((a + b * layers) * length**power for power, (a, b) in enumerate(zip(*powers, strict=True)))
-
-
 def load_model(name: str) -> SimpleNamespace:
-    """Return the sizes of a known model, as its config.json names them, and `dimensions`, of which counts depend."""
+    """Return the sizes of a model, as its config.json names them, in its folder or the hub's cache, or those of a known name.
+
+    `source` says which. NotPlannedError: none of them is there, or the formulas do not describe this model.
+    """
     words = name.rstrip("/").split("/")[-1].removeprefix("Meta-").split("-")
-    if (short := "-".join(word for word in words if word not in KNOWN["variants"])) not in KNOWN["models"]:
-        known = ", ".join(KNOWN["models"])
-        raise NotPlannedError(f"actor_rollout_ref.model.path={name}; its last part must be one of {known}")
-    values = dict(zip(KNOWN["columns"], KNOWN["models"][short], strict=True))
-    values |= KNOWN["families"][values["model_type"]]
-    values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
-    counted = {key: value for key, value in values.items() if value and key != "num_hidden_layers"}
+    short = "-".join(word for word in words if word not in KNOWN["variants"])
+    key = f"actor_rollout_ref.model.path={name}"
+    if (file := Path(name).expanduser() / "config.json").is_file() or short not in KNOWN["models"]:
+        with contextlib.suppress(ImportError, ValueError):  # ValueError: a path is no name on the hub
+            from huggingface_hub import try_to_load_from_cache
+
+            file = file if file.is_file() else Path(str(try_to_load_from_cache(name, "config.json") or file))
+        try:
+            given, source = dict(json.loads(file.read_text("utf-8"))), str(file)
+        except (OSError, TypeError, ValueError) as error:
+            advice = (
+                "config.json tells the sizes: in the folder, or in the hub's cache (`hf download MODEL config.json`)"
+            )
+            raise NotPlannedError(f"{key}: {cause(error)}; {advice}") from error
+    else:
+        given, source = dict(zip(KNOWN["columns"], KNOWN["models"][short], strict=True)), "known by name"
+    if (kind := given.get("model_type")) not in KNOWN["families"]:
+        raise NotPlannedError(f"{key}: model_type={kind} ({source}); only {', '.join(KNOWN['families'])}")
+    values = {"num_key_value_heads": given.get("num_attention_heads"), **KNOWN["families"][kind]}
+    values |= {key: value for key, value in given.items() if value is not None}
+    if wrong := [one for one in KNOWN["columns"][1:-1] if not (isinstance(values.get(one), int) and values[one] > 0)]:
+        raise NotPlannedError(f"{key}: no number {', '.join(wrong)} in {source}")
+    values = {"head_dim": values["hidden_size"] // values["num_attention_heads"], **values}
+    m = SimpleNamespace(**values | {"name": name, "source": source})
     # Width of the MLP; in a mixture of experts, the summed width of one token's experts.
-    inner = values["num_experts_per_tok"] * values["moe_intermediate_size"] or values["intermediate_size"]
-    return SimpleNamespace(name=name, inner=inner, dimensions=json.dumps(counted, sort_keys=True), **values)
+    m.inner = m.num_experts_per_tok * m.moe_intermediate_size or m.intermediate_size
+    m.queries, m.keys = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+    return m

@@ -1,8 +1,9 @@
 """The plan of a run: memory and seconds by phase, hours, what OAR adds, and whether it fits.
 
 Memory is that of one GPU, in bytes, for a full micro-batch of sequences of the maximum length. Model states follow ZeRO (arXiv
-1910.02054, section 3). FLOPs, and FSDP's activations and traffic, were counted; Megatron's are computed, tensor by tensor
-(arXiv 2205.05198, section 4). Seconds follow a roofline model of arithmetic, memory and links at assumed efficiencies.
+1910.02054, section 3). FLOPs are those of matrix products and attention. Activations are a sum of tensors (arXiv 2205.05198,
+section 4), which `python -m benchmarks count` counted under FSDP: the formula is within a tenth. Seconds follow a roofline
+model of arithmetic, memory and links at assumed efficiencies.
 """
 
 import math
@@ -15,13 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from oar_plugin.credit.regression import COLUMNS, FEATURES
 from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
 from oar_plugin.runs.plan import known
-from oar_plugin.runs.plan.known import ASSUMED, EXPECTED, GIB, Gpu, NotPlannedError, PlanError, at, counts
+from oar_plugin.runs.plan.known import ASSUMED, EXPECTED, GIB, Gpu, NotPlannedError, PlanError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GENERATION, LOG_PROB, REFERENCE, UPDATE, SYNC = "generation", "log-probs", "reference", "update", "weight sync"
 IMPORTANCE, COPIES, GATE = OAR = ("OAR: importance", "OAR: masked copies", "OAR: gate")
 TEMPORARY = "temporary"  # the part of memory with activations, logits, gathered weights
-COUNTED_RANKS = 8  # most FSDP ranks that are counted: with more, only a rank's share of the states is smaller
 HALF = 2  # bytes of an element of activations, of the engine's weights and of its cache
 Parts = dict[str, float]  # name of a part of memory, or of a phase -> bytes, FLOPs or seconds
 
@@ -42,7 +42,7 @@ class Plan:
         self.settings = resolve(config) if switched_on(config) else None  # None for a run without OAR
         self._read_layout()
         self._read_batch(scored)
-        self._read_counts()
+        self._read_sizes()
         self.memory = step_memory(self)  # phase -> part -> bytes on one GPU
         self.range: dict[str, tuple[float, float]] = {}  # phase -> bytes: projected, with fragmentation and workspaces
         for phase, parts in self.memory.items():
@@ -54,9 +54,13 @@ class Plan:
         self.cached = self.cached_tokens / (self.rollout.max_model_len or self.max_length)
         peak = max(self.range, key=lambda phase: self.range[phase][least <= total])
         self.fits = least <= total and self.cached >= 1
-        self.verdict = "does not fit" if not self.fits else "fits tightly" if most > total else "fits"
-        cache = "" if self.cached >= 1 else "; vLLM's cache holds less than one sequence"
-        self.margin = f"{in_gib(self.range[peak])} of {self.gpu.memory_gib:g} GiB in {peak}{cache}"
+        cut = min(self.micro_batch.values()) * self.cp < min(
+            self.max_length, self.rollout.max_model_len or self.max_length
+        )
+        self.verdict = "does not fit" if not self.fits else "fits tightly" if most > total or cut else "fits"
+        less = "; vLLM's cache holds less than one sequence" if self.cached < 1 else ""
+        less += "; verl ends at a sequence that is longer than a micro-batch" if cut else ""
+        self.margin = f"{in_gib(self.range[peak])} of {self.gpu.memory_gib:g} GiB in {peak}{less}"
         smaller = f"a smaller {ACTOR}.ppo_max_token_len_per_gpu"
         self.advice = f"try {self.group}.optimizer_offload=True, {smaller}, or more trainer.nnodes"
         self.passes = trainer_passes(self)
@@ -120,34 +124,38 @@ class Plan:
         total = {phase: math.ceil(self.sequences / parts) * self.max_length for phase, (_, parts) in limits.items()}
         self.micro_batch = {phase: min(limit, total[phase] / self.cp) for phase, (limit, _) in limits.items()}
 
-    def _read_counts(self) -> None:
-        model = self.config.actor_rollout_ref.model
+    def _read_sizes(self) -> None:
+        model, m = self.config.actor_rollout_ref.model, self.model
         # Bytes of a stored weight; under FSDP also of its gradient and of each Adam moment.
         self.weight = 4 if not self.megatron and self.engine.model_dtype == "fp32" else HALF
-        self.counted = {"model": self.model.dimensions, "recompute": self.recompute, "lora_rank": model.lora_rank}
-        self.fused = bool(model.use_fused_kernels)
-        self.work = counts("Work", self.counted | {"whole_layers": self.recompute and self.megatron})
-        # Of "experts", "embedding", "trained" and "all"; "base": without adapters.
-        self.parameters = {name: at(of, self.model.num_hidden_layers) for name, of in self.work["parameters"].items()}
-        self.parameters["base"] = self.parameters["all"] - (self.parameters["trained"] if model.lora_rank else 0.0)
+        self.fused, self.lora, layers = bool(model.use_fused_kernels), int(model.lora_rank), m.num_hidden_layers
+        # Elements of a layer's matrices: of all, and of those that multiply one token. Experts get no adapters.
+        attention, expert = 2 * m.hidden_size * (m.queries + m.keys), 3 * m.hidden_size * m.moe_intermediate_size
+        adapted = 4 * m.hidden_size + 2 * (m.queries + m.keys) + (0 if m.num_experts else 3 * (m.hidden_size + m.inner))
+        adapters, embedding = self.lora * adapted, m.vocab_size * m.hidden_size
+        self.used = attention + m.hidden_size * (3 * m.inner + m.num_experts) + adapters
+        self.matrices = self.used + (m.num_experts - m.num_experts_per_tok) * expert
+        vectors = 2 * m.hidden_size + m.biases * (m.queries + 2 * m.keys) + m.norms * 2 * m.head_dim
+        every = embedding * (2 - m.tie_word_embeddings) + m.hidden_size + layers * (self.matrices + vectors)
+        self.parameters = {"all": every, "trained": layers * adapters or every, "base": every - layers * adapters}
+        self.parameters |= {"embedding": embedding, "experts": layers * m.num_experts * expert}
         # Bytes of a token's keys and values on one GPU of an engine, where every rank has at least one head.
-        heads = max(1, self.model.num_key_value_heads // self.engine_tp)
-        self.cache_bytes = 2.0 * self.model.num_hidden_layers * heads * self.model.head_dim * HALF
+        heads = max(1, m.num_key_value_heads // self.engine_tp)
+        self.cache_bytes = 2.0 * layers * heads * m.head_dim * HALF
         self.cached_tokens = engine_memory(self)["KV cache"] / self.cache_bytes
 
     def flops_of(self, name: str, length: float, start: float = 0.0) -> float:
         """Return the FLOPs on tokens `start` to `length` of a sequence: of a phase, or the forward of "layers" or "head"."""
-        powers, layers = self.work["flops"][name], self.model.num_hidden_layers
-        return at(powers, layers, length) - (at(powers, layers, start) if start else 0.0)
-
-    def counted_memory(self, section: str, tokens: float) -> Parts:
-        """Return part -> bytes of a phase of an FSDP rank, or phase -> bytes "sent", for a micro-batch of so many tokens."""
-        chunked = self.actor.entropy_from_logits_with_chunking and not self.fused
-        shape = self.counted | {"fused": self.fused, "shards": min(self.shards, COUNTED_RANKS), "element": "bf16"}
-        shape |= {"tokens": int(tokens), "weights": "fp32" if self.weight == 4 else "bf16"}
-        shape["entropy_rows"] = self.actor.entropy_from_logits_chunk_size if chunked else 0
-        parts = counts("Memory", shape).get(section, {})  # one rank sends nothing
-        return {part: at(powers, self.model.num_hidden_layers) for part, powers in parts.items()}
+        m, tokens, head = self.model, length - start, 2.0 * self.parameters["embedding"] * (length - start)
+        # Half of the products of all pairs, because attention is causal: two in a forward, five in a backward.
+        pairs, each = 2.0 * m.num_hidden_layers * m.queries * (length**2 - start**2), 2.0 * m.num_hidden_layers * tokens
+        backward = (layers := each * self.used + pairs) + 1.5 * pairs
+        if self.recompute:  # torch stops at the last kept tensor: without the last product of an MLP
+            spared = 0 if self.megatron or m.num_experts else m.hidden_size * (self.lora or m.inner)
+            backward += layers - each * spared
+        phases = {"layers": layers, "head": head, LOG_PROB: layers + head, "importance": layers + head + backward}
+        gradients = self.parameters["trained"] * 2.0 * tokens if self.lora else each * self.used + head
+        return (phases | {UPDATE: layers + 2 * head + backward + gradients})[name]
 
     def _step(self, seconds: Parts) -> float:
         training = sum(seconds.values()) - seconds[GENERATION]
@@ -223,30 +231,38 @@ def engine_memory(p: Plan) -> Parts:
 
 
 def temporary(p: Plan, phase: str, tokens: float) -> float:
-    """Return the peak of a phase's temporary tensors in bytes, in micro-batches of so many tokens."""
-    m, trained = p.model, phase == UPDATE
-    if not p.megatron:
-        parts = p.counted_memory(phase, tokens)
-        if trained:  # the optimizer's temporary tensors are a rank's share of the weights
-            parts["optimizer"] *= min(p.shards, COUNTED_RANKS) / p.shards
-        return max(parts.values())
-    entry = HALF * m.hidden_size / p.tp
-    # The entropy needs a copy of the logits, the cross entropy a float32 copy. The chunks of importance are smaller.
-    logits = 0.0 if p.fused else (6 if trained else 8) * m.vocab_size / p.tp
+    """Return the peak of a phase's temporary tensors in bytes, in micro-batches of so many tokens: of its moments the largest.
+
+    The factors are fitted to counts of FSDP's steps. Tensor-parallel ranks of Megatron split the same tensors.
+    """
+    m, trains, heads = p.model, phase == UPDATE, p.model.queries + p.model.keys
+    # An expert that is split over ranks gets its tokens on each of them.
+    hidden, experts, gradients = m.hidden_size, m.num_experts_per_tok * p.etp * m.hidden_size, trains and not p.lora
+    # Only FSDP gathers weights, in bf16.
+    layer, embedding = (0.0, 0.0) if p.megatron else (HALF * p.matrices, HALF * p.parameters["embedding"])
+    if p.fused:  # logits of 512 rows at a time
+        ends = embedding * (2 - m.tie_word_embeddings)
+        logits = max((18 if trains else 12) * 512 * m.vocab_size + ends, 2 * ends) + (3 * embedding if gradients else 0)
+    elif trains:  # logits and their gradient, which is float32 in Megatron's cross entropy
+        logits = HALF * ((3 if p.megatron else 2) * m.vocab_size + 4 * hidden) * tokens
+    else:  # logits, and for the entropy three float32 tensors per chunk, or copies of all: one, or two (one float32)
+        rows = p.actor.get("entropy_from_logits_chunk_size", 2048)  # which verl 0.8 does not name
+        rows *= p.actor.entropy_from_logits_with_chunking and not p.megatron
+        entropy = 12 * m.vocab_size * min(rows, tokens) or (6 if p.megatron else 2) * m.vocab_size * tokens
+        logits = HALF * (m.vocab_size + (0 if phase == LOG_PROB else 3 * hidden)) * tokens + max(entropy, 2 * embedding)
+    # A layer keeps its input for its backward; without checkpointing, what its products need. `width`: of the layer at work.
+    kept, width = HALF * hidden, 6 * m.inner + (7 + 2 * trains) * hidden + 3 * experts + 2 * (1 + m.norms) * heads
+    gathered = 2 * embedding + (3 if gradients else 1) * layer  # with gradients in bf16 and float32
     if phase == LOG_PROB:
-        return (2 * entry + logits) * tokens
-    # Inputs of norms; inputs of the linear layers for weight gradients, which an importance pass does not have. An expert that
-    # is split over ranks gets its tokens on each of them.
-    inputs = HALF * m.hidden_size * (1 + trained) * (2 + m.num_experts_per_tok * p.etp) + (HALF + 4) * m.num_experts
-    # Queries, output, keys, values; a float32 per head; Qwen3 normalises queries and keys.
-    heads = (m.num_attention_heads + m.num_key_value_heads) * m.head_dim
-    attention = HALF * heads * (3 if m.model_type.startswith("qwen3") else 2) + 4 * m.num_attention_heads
-    layer = (inputs + attention + HALF * (2 + trained) * m.inner) / p.tp
-    # Gradients of the residual stream and in the MLP, whose last product has been freed by then.
-    going_back = entry + (3 - trained) * HALF * m.inner / p.tp + (layer if p.recompute else 0)
+        kept, width, gathered = 0, 3 * m.inner + 4 * hidden + 3 * experts, embedding / 2 + 2 * layer
+    elif not p.recompute:  # Megatron's kernels keep less
+        inputs = (1 + trains) * ((2 if p.megatron else 4) * hidden + experts) + (2 + 3 * m.norms) * heads
+        kept = HALF * (inputs + (3 + trains - p.megatron) * m.inner) + 4 * m.num_attention_heads
+        width -= 3 * m.inner
     # In the 1F1B schedule the first stage holds one micro-batch per pipeline stage (arXiv 2104.04473, section 2.2).
-    kept = p.pp * (m.num_hidden_layers // p.pp) * (entry if p.recompute else layer)
-    return (kept + max(entry * (1 + trained) + logits, going_back)) * tokens
+    peak = p.pp * (m.num_hidden_layers // p.pp) * kept * tokens + max(logits, HALF * width * tokens + gathered)
+    # The temporary tensors of FSDP's optimizer are a rank's share of the weights.
+    return max(peak, p.weight * p.parameters["trained"] / p.shards if trains and not p.megatron else 0.0) / p.tp
 
 
 def trainer_passes(p: Plan) -> dict[str, tuple[float, float, int, int]]:
@@ -320,9 +336,8 @@ def pass_seconds(p: Plan, efficiency: SimpleNamespace, phase: str) -> float:
         # Tokens go to their experts and back; the ranks of a split expert gather them.
         waited += 2 * m.num_experts_per_tok * m.hidden_size / p.tp * (p.etp - 1 / p.ep)
     else:
-        sent = p.counted_memory("sent", size)
-        plain, scored, update = (sent.get(phase, 0.0) for phase in (LOG_PROB, "importance", UPDATE))
-        gathered = update if trains else forwards * plain + backwards * (scored - plain)
+        # Each forward and backward gathers the weights in bf16; gradients are reduced in float32.
+        gathered = (forwards + backwards) * HALF * p.parameters["all"] + 4 * trains * p.parameters["trained"]
         hidden, group = count * gathered * (1 - 1 / p.shards), p.cp
         # Ulysses exchanges queries, keys, values and outputs around attention.
         waited = (2 * m.num_attention_heads + 2 * max(m.num_key_value_heads, p.cp)) * m.head_dim * (1 - 1 / p.cp)

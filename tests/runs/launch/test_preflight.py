@@ -105,9 +105,9 @@ def test_a_local_run_is_planned_for_the_smallest_gpu_of_this_machine(monkeypatch
     seen = [SimpleNamespace(total_memory=size * GIB) for size in (141, 44)]
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(seen))
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: seen[index])
-    gpu = preflight.gpu_of_run(None, None, local=True)
+    gpu = preflight.gpu_of_run(None, local=True)
     assert (gpu.name, gpu.memory_gib) == ("NVIDIA L40S 48 GB", 44)
-    assert preflight.gpu_of_run(None, None, local=False) == H100, "a login node says nothing of the cluster"
+    assert preflight.gpu_of_run(None, local=False) == H100, "a login node says nothing of the cluster"
 
 
 def test_doctor_can_import_the_checks_where_nothing_is_installed():
