@@ -190,6 +190,7 @@ def test_what_does_not_fit_stays_verls_own_and_no_process_says_a_word_about_it()
 def test_the_check_before_a_run_leaves_the_environment_as_it_was(monkeypatch):
     """Ray's workers inherit it, and vLLM sets variables when it is imported."""
     monkeypatch.setattr(hydra_conf, "resolve", lambda config, here: os.environ.update(OAR_TEST="set", PATH="changed"))
+    monkeypatch.setattr(hydra_conf, "doubts", lambda *_: ())
     before = dict(os.environ)
     hydra_conf.CheckAtStart().on_run_start(config())
     assert dict(os.environ) == before

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import PREFIX, OarConfigError, left, unknown_key
 from oar_plugin.hosts.verl.capabilities import host_folder
-from oar_plugin.hosts.verl.settings import doubts, resolve, switched_on
+from oar_plugin.hosts.verl.settings import doubts, resolve, switched_on, unused
 
 PRIMARY = "ppo_trainer"  # verl's one trainer config; model_engine=dp|megatron selects the rest
 _PROVIDER = "oar_plugin"
@@ -70,12 +70,14 @@ class OarSearchPath(SearchPathPlugin):
 class CheckAtStart(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Hydra's hook. Exits where the configuration cannot work; Hydra would swallow an exception."""
-        for _, stops, text in doubts(config, sys.argv[1:]):
-            if stops and switched_on(config):
+        if not switched_on(config):
+            if text := unused(config, sys.argv[1:]):
+                print(f"oar: warning: {text}", file=sys.stderr)
+            return
+        for _, stops, text in doubts(config, ()):
+            if stops:
                 sys.exit(f"oar: this configuration cannot work\n{text}")
             print(f"oar: warning: {text}", file=sys.stderr)
-        if not switched_on(config):
-            return
         from unittest import mock  # here, because every process of a run imports this module
 
         try:

@@ -82,17 +82,25 @@ def length_limits(config: DictConfig, positions: int = sys.maxsize) -> tuple[int
     return min(response, config.data.max_response_length), min(prompt + response, room)
 
 
+def unused(config: DictConfig, words: Sequence[str]) -> str | None:
+    """A sentence if overrides set OAR's keys for another estimator, which does not read them."""
+    used, ours = str(OmegaConf.select(config, "algorithm.adv_estimator")), [word for word in words if OARS.match(word)]
+    if used == ESTIMATOR or not ours:
+        return None
+    base = used if used in get_args(BaseEstimator) else "grpo"
+    meant = f"OAR on top of an estimator is algorithm.adv_estimator=oar algorithm.oar.base_estimator={base}"
+    return f"{ours[0]} is unused with algorithm.adv_estimator={used}; {meant}"
+
+
 def doubts(config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, bool, str]]:
     """Yield a subject, whether verl's run ends with an error, and a sentence for settings that do not do what they say.
 
     `words` are the overrides of a command line.
     """
     data, trainer, mini = config.data, trainer_of(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
-    used, prompt, response = str(config.algorithm.adv_estimator), data.max_prompt_length, data.max_response_length
-    if used != ESTIMATOR and (unused := [word for word in words if OARS.match(word)]):
-        base = used if used in get_args(BaseEstimator) else "grpo"
-        meant = f"OAR on top of an estimator is algorithm.adv_estimator=oar algorithm.oar.base_estimator={base}"
-        yield "estimator", False, f"{unused[0]} is unused with algorithm.adv_estimator={used}; {meant}"
+    prompt, response = data.max_prompt_length, data.max_response_length
+    if text := unused(config, words):
+        yield "estimator", False, text
     if (room := length_limits(config)[1]) < prompt + response:
         limit = f"{_ROLLOUT}.max_model_len leaves {max(0, room - prompt)} tokens after data.max_prompt_length={prompt}"
         allowed = f"what is longer is cut off and gets no weights; allowed: max_model_len={prompt + response}"
