@@ -89,8 +89,6 @@ GROUPS: dict[str, type[BaseModel]] = {
     "dump": DumpConfig,
 }
 """The keys of `algorithm.oar` that hold other keys."""
-
-
 _PREDICTED = "write importance=oar_p with amortize.share=0.125, which predicts scores for seven responses in eight"
 _CONTRAST = "it was behind GRPO; write importance=fisher, the default"
 LEFT = {

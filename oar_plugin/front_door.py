@@ -25,8 +25,7 @@ from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
 GATE_SETTINGS = ("gate", "tau", "beta", "floor")
 Texts = Sequence[Any] | Mapping[str, Any]
-SHOWN = 8
-"""Responses that a notebook shows of one `Credit`."""
+SHOWN = 8  # responses that a notebook shows of one `Credit`
 
 
 @dataclass(frozen=True)

@@ -170,15 +170,12 @@ class OarFSDPMixin(ImportancePass):
             raise UnsupportedModelError(f"actor_rollout_ref.model.use_fused_kernels=True with {fault}; allowed: False")
         images = hasattr(model.config, "vision_config")
         if images and request.importance_object.copies and not request.config.offloads:
-            raise UnsupportedModelError(
-                f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no images; "
-                f"allowed: {named(copies=False)}"
-            )
+            fault = f"a vision-language model: masked copies carry no images; allowed: {named(copies=False)}"
+            raise UnsupportedModelError(f"algorithm.oar.importance={request.importance} with {fault}")
         if images and self.use_ulysses_sp:
-            raise UnsupportedModelError(
-                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size > 1 with a vision-language model: "
-                "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
-            )
+            key = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+            fault = "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
+            raise UnsupportedModelError(f"{key} > 1 with a vision-language model: {fault}")
 
         # The first row of text, and the first with images; some processors give text the types of its tokens. The trial runs on
         # what every rank has: ranks must run equal forwards, and verl cannot run some of these models without an image.

@@ -192,10 +192,9 @@ def advantage_to_weight(**given: Any) -> Any:
     """`base_advantage` for verl's trainer, which weights it before the update. RuntimeError: it never does."""
     OarRayTrainer.unused += 1
     if OarRayTrainer.unused > UNUSED:
-        raise RuntimeError(
-            f"{UNUSED} advantages were computed with algorithm.adv_estimator=oar, and none was weighted: this trainer does not "
-            "update the actor through `RayPPOTrainer._update_actor`, where OAR weights them"
-        )
+        what = f"{UNUSED} advantages were computed with algorithm.adv_estimator=oar, and none was weighted"
+        fault = "this trainer does not update the actor through `RayPPOTrainer._update_actor`, where OAR weights them"
+        raise RuntimeError(f"{what}: {fault}")
     return base_advantage(**given)
 
 

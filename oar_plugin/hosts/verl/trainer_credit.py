@@ -108,7 +108,5 @@ def _values(answer: str) -> tuple[list[float], int] | str:
 
 
 def no_importance(step: int) -> str:
-    return (
-        f"step {step}: the actor was asked for token importance and returned none. Its workers do not run oar_plugin's engine; "
-        "`oar doctor` on their nodes says what they have"
-    )
+    reason = "Its workers do not run oar_plugin's engine; `oar doctor` on their nodes says what they have"
+    return f"step {step}: the actor was asked for token importance and returned none. {reason}"

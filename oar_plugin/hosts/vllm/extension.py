@@ -41,10 +41,9 @@ class OutcomeExtension:
         elif getattr(runner, "prompt_logprobs_worker", None) is not None:
             install = _install_second
         else:
-            raise RuntimeError(
-                f"OAR-P cannot be computed in vLLM's model runner {type(runner).__module__}.{type(runner).__name__}, which has "
-                "neither _get_prompt_logprobs_dict nor prompt_logprobs_worker: set algorithm.oar.perturbation.backend=actor"
-            )
+            fault = f"OAR-P cannot be computed in vLLM's model runner {type(runner).__module__}.{type(runner).__name__}"
+            lacks = "which has neither _get_prompt_logprobs_dict nor prompt_logprobs_worker"
+            raise RuntimeError(f"{fault}, {lacks}: set algorithm.oar.perturbation.backend=actor")
         model = runner.get_model()
         # Call the class's function. verl replaces the instance's function by one that masks tokens that must not be
         # sampled, but the actor's distribution includes these tokens.

@@ -24,8 +24,7 @@ from oar_plugin.credit.probe import PROBES, Probe
 
 Role = Literal["reference", "copy"]
 
-TAG = "oar"
-"""Key in a request's `SamplingParams.extra_args`. Its value is a spec, written as a dictionary."""
+TAG = "oar"  # key in a request's `SamplingParams.extra_args`; its value is a spec, written as a dictionary
 
 MAX_REFERENCES = 32
 """Maximum number of stored references. Each has one float64 per token of the vocabulary: 1.2 MB for 152k tokens. The

@@ -40,9 +40,7 @@ Fault = Literal["timed_out", "too_long", "aborted", "non_finite", "failed"]
 """In this order: a request took too long; the tokens and one more exceed `max_model_len`; the engine or `Admit` refused
 or aborted a request; a score is not finite; any other error, or two attempts without an outcome."""
 
-RESPONSES_AT_ONCE = 16
-"""Maximum number of responses scored at once. Each has a reference in the worker, and its prefix in the cache."""
-
+RESPONSES_AT_ONCE = 16  # most that are scored at once. Each has a reference in the worker, and its prefix in the cache
 # Requests wait in one first-in, first-out queue. So between two copies of one response, each of the others stores at
 # most one more reference.
 assert 2 * RESPONSES_AT_ONCE <= MAX_REFERENCES, "a reference must be kept until its copies are done"
