@@ -19,8 +19,7 @@ from oar_plugin.credit.importance import IMPORTANCES, Importance, importance_of,
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
-PUBLISHED = "importance=oar_g, gate=bi_level, warmup_steps=20"
-"""What verl's preset `published` changes of the defaults."""
+PUBLISHED = "importance=oar_g, gate=bi_level, warmup_steps=20"  # what verl's preset `published` changes of the defaults
 _Pattern = Annotated[str, AfterValidator(lambda pattern: make_finder((pattern,)) and pattern)]
 
 BaseEstimator = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]

@@ -107,10 +107,8 @@ class Predictor:
             self.share, self._agreed, self._warned = min(1.0, 2 * self.share), (0.0, 0.0), True
 
     def wanted(self, size: Callable[[], Tensor]) -> float:
-        """The share of the responses to score, in a step of this `size`.
-
-        `size` returns the numbers of tokens and of responses, int64 `[2]`, that all ranks together have to score or to
-        predict. It is asked until `ENOUGH` tokens were seen.
+        """The share of the responses to score in a step. Until `ENOUGH` tokens were seen, `size` is asked for the numbers of
+        tokens and of responses, int64 `[2]`, that all ranks together have to score or to predict.
         """
         if self.ready:
             return self.share

@@ -44,8 +44,7 @@ class _Schedules:
     first: list[int]  # where each row of the batch begins in `scores`, and the end of the last
     scores: Scores  # of the batch, as far as this rank has computed them
     forward: Forward  # the forward that the current schedule runs
-    # By their rows, for all schedules.
-    micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)
+    micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)  # by rows, for all schedules
 
 
 class OarMegatronMixin(ImportancePass):

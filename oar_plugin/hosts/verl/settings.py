@@ -20,8 +20,7 @@ ESTIMATOR = "oar"
 RAY_TRAINER = "ray_trainer"  # the feature in `capabilities` of `trainer.use_v1=False`
 # Base estimators under which equal rewards in a group make all of its advantages zero. Others normalise over the batch.
 ZERO_WHEN_EQUAL = ("grpo", "rloo", "opo")
-# Values of the actor's strategy, and the feature in `capabilities` that each needs.
-STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}  # the actor's -> its feature in `capabilities`
 
 
 class Refused(NamedTuple):

@@ -1,10 +1,8 @@
 """The extension of vLLM's workers: tagged requests return outcomes in place of prompt log-probabilities.
 
-A tagged request has a spec of `outcomes` in `SamplingParams.extra_args["oar"]`, and `prompt_logprobs=0`, so that vLLM
-returns rows for its prompt. vLLM handles untagged requests as usual.
-
-vLLM has two model runners. The CPU's runner is a subclass of the first one. On GPUs, the second one is the default for
-more and more models.
+A tagged request has a spec of `outcomes` in `SamplingParams.extra_args["oar"]`, and `prompt_logprobs=0`, so that vLLM returns
+rows for its prompt. vLLM handles others as usual. It has two model runners: the CPU's is a subclass of the first one, and on
+GPUs the second one is the default for more and more models.
 """
 
 from __future__ import annotations
@@ -63,8 +61,6 @@ def _install_first(runner: FirstRunner, recorder: OutcomeRecorder) -> None:
         specs = {request: spec_of(runner.requests[request].sampling_params) for request in waiting}
         tagged = {request: spec for request, spec in specs.items() if spec is not None}
         recorder.retain(runner.requests)
-        if not tagged:
-            return stock(hidden_states, num_scheduled_tokens, *others)
         held = {request: waiting.pop(request) for request in tagged}
         try:
             rows: dict[str, Any] = stock(hidden_states, num_scheduled_tokens, *others)
@@ -116,8 +112,6 @@ def _install_second(runner: SecondRunner, recorder: OutcomeRecorder) -> None:
         recorder.retain(known)
         for gone in pending.keys() - known.keys():
             del pending[gone]
-        if not pending:
-            return rows
         items = []
         for i, request in enumerate(input_batch.req_ids):  # in the same order on all tensor-parallel ranks
             if request in pending:
