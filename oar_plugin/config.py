@@ -82,11 +82,7 @@ class DumpConfig(_Settings):
     """Number of prompts per dump, each with all its responses; prompts with both right and wrong responses come first."""
 
 
-GROUPS: dict[str, type[BaseModel]] = {
-    "perturbation": PerturbationConfig,
-    "amortize": AmortizeConfig,
-    "dump": DumpConfig,
-}
+GROUPS: dict[str, type[BaseModel]] = dict(perturbation=PerturbationConfig, amortize=AmortizeConfig, dump=DumpConfig)
 """The keys of `algorithm.oar` that hold other keys."""
 _PREDICTED = "write importance=oar_p with amortize.share=0.125, which predicts scores for seven responses in eight"
 _CONTRAST = "it was behind GRPO; write importance=fisher, the default"

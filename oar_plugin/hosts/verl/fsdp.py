@@ -84,10 +84,7 @@ class OarFSDPMixin(ImportancePass):
             self._tapped = None
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
-        """Returns verl's inputs. During OAR's forwards, it also sets the tap of the forward that gets these inputs.
-
-        Only here it is known where verl puts the tokens, and with how much padding.
-        """
+        """Returns verl's inputs, and sets the tap of OAR's forwards: only here it is known where verl puts the tokens."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
         if self._tapped is not None:
             taps, offsets, tap_at = self._tapped
@@ -110,8 +107,7 @@ class OarFSDPMixin(ImportancePass):
                 taps.backward()
             if only:
                 return {}
-        host: Callable[..., Any] = super().prepare_model_outputs  # type: ignore[misc]
-        return host(output, output_args, micro_batch, logits_processor_func)
+        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)  # type: ignore[misc]
 
     def _copies_importance(
         self, data: TensorDict, request: Request, segments: list[Tensor], scored_B: Tensor

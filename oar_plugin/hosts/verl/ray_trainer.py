@@ -84,8 +84,7 @@ class OarRayTrainer(TrainerCredit):
 
     def _advantage_of_scores(self, batch: DataProto) -> Tensor:
         given = {"token_level_rewards": batch.batch["rm_scores"], "response_mask": batch.batch["response_mask"]}
-        made: Tensor = base_advantage(**given, index=batch.non_tensor_batch["uid"], config=self.config.algorithm)[0]
-        return made
+        return base_advantage(**given, index=batch.non_tensor_batch["uid"], config=self.config.algorithm)[0]
 
     def _start(self, oar: OarConfig) -> None:
         """Checks the nodes before the first log-prob pass: some of verl's trainers have no hook between workers and steps."""

@@ -89,10 +89,7 @@ def parsed(algorithm: DictConfig) -> OarConfig:
 
 
 def draw_seed(config: DictConfig) -> None:
-    """Gives `SEEDS` that are null, as with `data.seed=null`, a number: drawn once, kept in the run's folder, and logged.
-
-    For the driver, before workers get the configuration.
-    """
+    """Before workers get the configuration: gives null `SEEDS` (`data.seed=null`) a number, drawn once for the run's folder."""
     if unset := [key for key in SEEDS if OmegaConf.select(config, key, default=0) is None]:
         file = Path(config.trainer.default_local_dir, "seed.txt")
         if not file.is_file():

@@ -104,10 +104,7 @@ class OarTrainerMixin(TrainerCredit):
         return bool(OmegaConf.select(self.config, "algorithm.rollout_correction.bypass_mode"))
 
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
-        """Writes `oar_needed`, the rows that the actor is to score, and returns it, bool `[B]`.
-
-        Rows that the rollout engines have scored are not scored again.
-        """
+        """Writes `oar_needed`, the rows that the actor is to score: none that engines have scored. Returns it, bool `[B]`."""
         needed_B = self._has_advantage(batch)
         if self.oar.offloads:
             own_B, record_BN = ~_padding_rows(batch), torch.stack(_read(batch, OFFLOAD)[OFFLOAD].unbind())
