@@ -192,10 +192,7 @@ class OarFSDPMixin(ImportancePass):
 
 
 class _CopiesThroughVerl(MaskedCopies):
-    """Masked copies through verl's own forward: under Ulysses, and with fused kernels.
-
-    Copies share no prefix: verl's attention exchanges heads for positions over the whole pack, and its inputs have no cache.
-    """
+    """Masked copies through verl's own forward: under Ulysses and with fused kernels. Its inputs have no cache to share."""
 
     def __init__(self, engine: OarFSDPMixin, data: TensorDict, *arguments: Any) -> None:
         super().__init__(engine.module, *arguments)

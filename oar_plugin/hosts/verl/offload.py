@@ -31,10 +31,7 @@ ACTOR_MAY_HELP = torch.tensor([Status.NOT_NEEDED, Status.NOT_SCORED, *FAULTS])
 
 
 def switch_on(config: DictConfig, oar: OarConfig) -> None:
-    """Set our agent-loop manager and vLLM's priority scheduling, and register servers that can score.
-
-    Copies run after generation, whose requests all have the same priority and keep the order of their arrival.
-    """
+    """Set our agent-loop manager and vLLM's priority scheduling (copies run after generation), and register our servers."""
     from oar_plugin.hosts.verl import rollout_server
 
     rollout_server.register(oar.perturbation.max_in_flight, oar.perturbation.share_while_generating)
