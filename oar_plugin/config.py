@@ -19,8 +19,7 @@ from oar_plugin.credit.importance import IMPORTANCES, Importance, importance_of,
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
-PUBLISHED = "importance=oar_g, gate=bi_level, warmup_steps=20"
-"""What verl's preset `published` changes of the defaults."""
+PUBLISHED = "importance=oar_g, gate=bi_level, warmup_steps=20"  # what verl's preset `published` changes of the defaults
 _Pattern = Annotated[str, AfterValidator(lambda pattern: make_finder((pattern,)) and pattern)]
 
 BaseEstimator = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
@@ -83,14 +82,8 @@ class DumpConfig(_Settings):
     """Number of prompts per dump, each with all its responses; prompts with both right and wrong responses come first."""
 
 
-GROUPS: dict[str, type[BaseModel]] = {
-    "perturbation": PerturbationConfig,
-    "amortize": AmortizeConfig,
-    "dump": DumpConfig,
-}
+GROUPS: dict[str, type[BaseModel]] = dict(perturbation=PerturbationConfig, amortize=AmortizeConfig, dump=DumpConfig)
 """The keys of `algorithm.oar` that hold other keys."""
-
-
 _PREDICTED = "write importance=oar_p with amortize.share=0.125, which predicts scores for seven responses in eight"
 _CONTRAST = "it was behind GRPO; write importance=fisher, the default"
 LEFT = {

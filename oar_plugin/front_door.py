@@ -25,8 +25,7 @@ from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
 GATE_SETTINGS = ("gate", "tau", "beta", "floor")
 Texts = Sequence[Any] | Mapping[str, Any]
-SHOWN = 8
-"""Responses that a notebook shows of one `Credit`."""
+SHOWN = 8  # responses that a notebook shows of one `Credit`
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Credit:
     predicted: Tensor  # bool `[B]`: scored by a prediction (`amortize.share`), without a backward or copies
     metrics: dict[str, float]  # as a run logs them under `oar/`
     config: OarConfig
-    # What was learned, for the next call.
-    predictor: Predictor | None = field(default=None, repr=False, compare=False)
+    predictor: Predictor | None = field(default=None, repr=False, compare=False)  # what was learned, for the next call
     tokenizer: Any = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -150,24 +148,23 @@ def importance(
     usable = not any(parameter.is_inference() for parameter in model.parameters())
     _check(usable, "model", "it was loaded in torch.inference_mode(), and has no gradients; load it outside of it")
     request = credit.request(step, temperature=temperature, importance_only=True)
+    segments_BL = None if segments is None else torch.as_tensor(segments).cpu()
     if input_ids is None:
         rows = _tokenized(prompts, responses, tokenizer)
-        segments_BL = None if segments is None else torch.as_tensor(segments).cpu()
     else:
         if isinstance(input_ids, Mapping) and attention_mask is None:
             attention_mask = input_ids.get("attention_mask")
         ids_BT = _token_ids("input_ids", input_ids, 2, "must be [B, T], token ids; for one response input_ids[None]")
         masked = response_mask is not None and attention_mask is not None
         _check(masked, "input_ids", "need a response_mask and an attention_mask [B, T]; or give prompts and responses")
-        given = {"response_mask": response_mask, "attention_mask": attention_mask, "segments": segments}
+        given = {"response_mask": response_mask, "attention_mask": attention_mask, "segments": segments_BL}
         # Clones: tensors made in inference mode cannot be saved for a backward.
         masks = {name: torch.as_tensor(value).cpu().clone() for name, value in given.items() if value is not None}
         for name, mask in masks.items():
             _check(mask.shape == ids_BT.shape, _shape(name, mask), f"must be {tuple(ids_BT.shape)}, as input_ids")
         keep_BT, own_BT = masks["attention_mask"].bool(), masks["response_mask"].bool()
         rows = [(ids_BT[row, keep_T], own_BT[row, keep_T]) for row, keep_T in enumerate(keep_BT)]
-        segments_BL = None
-        if "segments" in masks:
+        if segments_BL is not None:
             segments_BL = pad_sequence([masks["segments"][row, keep_T] for row, keep_T in enumerate(keep_BT)], True)
     _check(len(rows) > 0, "input_ids or prompts", "there is no response")
     for row, (ids_L, own_L) in enumerate(rows):
@@ -214,8 +211,8 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
         raise OarConfigError(f"oar_plugin.reshape.{made_before[0]}: {fault}; allowed here: {', '.join(GATE_SETTINGS)}")
     advantage_BL = torch.as_tensor(advantages, dtype=torch.float32).cpu()
     rows, tokens = (len(credit.status),), tuple(credit.importance.shape)
-    known = tuple(advantage_BL.shape) in (rows, tokens)
-    _check(known, _shape("advantages", advantage_BL), f"must be {rows} or {tokens}")
+    fits = advantage_BL.shape in (rows, tokens)
+    _check(fits, _shape("advantages", advantage_BL), f"must be {rows} or {tokens}")
     if advantage_BL.dim() == 1:
         advantage_BL = advantage_BL[:, None].expand_as(credit.importance)
     config = OarConfig.parse(credit.config.model_dump() | settings, "oar_plugin.reshape")
@@ -282,8 +279,8 @@ def _check(holds: bool, what: str, wanted: str) -> None:
         raise ValueError(f"{what}: {wanted}")
 
 
-def _shape(name: str, tensor: Tensor | None) -> str:
-    return f"{name} of shape {None if tensor is None else tuple(tensor.shape)}"
+def _shape(name: str, tensor: Tensor) -> str:
+    return f"{name} of shape {tuple(tensor.shape)}"
 
 
 def _checked_segments(segments_BL: Tensor) -> tuple[Tensor, Tensor]:

@@ -145,15 +145,9 @@ class TokenCredit:
             temperature: the sampling temperature of the responses.
             importance_only: compute no log-probs and no entropy for the host.
         """
-        return Request.of_step(
-            self.config,
-            step,
-            max_response_length=max_response_length or sys.maxsize,
-            max_length=max_length or sys.maxsize,
-            temperature=temperature,
-            importance_only=importance_only,
-            replacement_token=self._replacement,
-        )
+        limits = {"max_response_length": max_response_length or sys.maxsize, "max_length": max_length or sys.maxsize}
+        asked = {"importance_only": importance_only, "replacement_token": self._replacement}
+        return Request.of_step(self.config, step, temperature=temperature, **limits, **asked)
 
     def segments(self, batch: PaddedBatch, needed_B: Tensor, request: Request) -> tuple[Tensor, Tensor]:
         """Finds the answer of each response. The model's own tokens before the answer are its reasoning.

@@ -13,12 +13,9 @@ from torch import Tensor
 
 from oar_plugin.credit.noise import signs
 
-COLUMNS = 256
-"""A projected hidden state has this many columns."""
-DECAY = 0.95
-"""The sums of earlier steps count this much in each step."""
-FEATURES = 2 * COLUMNS + 4
-"""Number of columns of `token_features`."""
+COLUMNS = 256  # of a projected hidden state
+DECAY = 0.95  # the sums of earlier steps count this much in each step
+FEATURES = 2 * COLUMNS + 4  # columns of `token_features`
 
 
 def projected(hidden_NH: Tensor) -> Tensor:

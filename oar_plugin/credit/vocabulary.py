@@ -1,7 +1,4 @@
-"""Softmax over a vocabulary whose columns may be split over several processes.
-
-They do not exchange logits but two numbers per row: the largest logit and the sum of the exponentials.
-"""
+"""Softmax over a vocabulary that may be split over processes: they exchange a maximum and a sum per row, and no logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 
 from oar_plugin.credit.diagnostics import FALLBACKS, Status
 
-STEPS = 20
-"""Warnings are about means over so many steps. The first one alone is judged only if every response fell back."""
+STEPS = 20  # warnings are about means over so many. The first one alone is judged only if every response fell back
 LOW_ANSWER_FOUND, SOME_REWARD = 0.1, 0.1
 ROUNDING = 1e-6
 

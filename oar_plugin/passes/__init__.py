@@ -1,4 +1,1 @@
-"""Runs a model for an importance. Nothing here knows a host.
-
-`taps`: hooks for one forward. `gradient`: the gradient pass. `plain`: both for a padded batch of a HuggingFace model.
-"""
+"""Runs a model for an importance, and knows no host: `taps` hooks a forward, `gradient` and `masked_copies` use the taps."""

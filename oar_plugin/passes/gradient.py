@@ -32,8 +32,7 @@ from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import CHUNK, Project, projected_back, read_logits, scalar_with
 from oar_plugin.passes.taps import Tap, to_device
 
-SEEN = 4096
-"""Hidden states that are projected at a time."""
+SEEN = 4096  # hidden states that are projected at a time
 FP16_EXPONENT = 6
 """In fp16, the gradient at the hidden states is scaled to a norm below `2 ** FP16_EXPONENT`.
 

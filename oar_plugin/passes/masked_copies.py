@@ -30,13 +30,10 @@ from oar_plugin.passes.rows import CHUNK, Project, read_logits
 from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, to_device, unwrapped
 from oar_plugin.passes.trial import TOKENS, change, rounding, trial_tokens
 
-ROW_VALUES = 2**28
-"""Maximum number of answer logits of one forward, unless a single copy has more. They are computed in chunks of rows."""
+ROW_VALUES = 2**28  # most answer logits of one forward, unless a single copy has more; computed in chunks of rows
+WASTE = 1 / 16  # most of `max_tokens` that a forward spends on tokens before the first replaced one of their copy
 Result = TypeVar("Result")
 Reduce = Callable[[Project, Tensor], Result]
-
-WASTE = 1 / 16
-"""Maximum share of `max_tokens` that one forward spends on tokens which precede the first replaced token of their copy."""
 _SHARES_PREFIX: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 

@@ -17,8 +17,7 @@ from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps, to_device
 from oar_plugin.passes.trial import Reading, check_by_trial
 
-NOTHING_11 = torch.zeros(1, 1, dtype=torch.long)
-"""Token 0, `Segment.OUTSIDE`: what a rank runs that has fewer micro-batches than another one."""
+NOTHING_11 = torch.zeros(1, 1, dtype=torch.long)  # token 0, OUTSIDE: for a rank with fewer micro-batches than others
 
 
 def gradient_importance(
@@ -50,10 +49,7 @@ def gradient_importance(
 
 
 def _run(
-    model: nn.Module,
-    request: Request,
-    rows: tuple[Tensor, Tensor, Tensor | None],
-    checkpoint_activations: bool,
+    model: nn.Module, request: Request, rows: tuple[Tensor, Tensor, Tensor | None], checkpoint_activations: bool
 ) -> tuple[Packed, Layout, Scores]:
     """The forwards and backwards of one micro-batch: `token_BL`, `segments_BL` and `mask_BL` of `gradient_importance`.
 

@@ -42,11 +42,9 @@ class PredictedBatch:
         self._total, self._device = total, device
         size_2 = torch.stack([packed.reasoning_T.sum(), usable_B.sum()])
         self._size = lambda: total(size_2.to(device, copy=True))
-        # Of rows in the scoring pass, until their importance is known.
-        self._kept = list[tuple[Sequence[int], Features]]()
+        self._kept = list[tuple[Sequence[int], Features]]()  # of the scoring pass, until importance is known
         self.scoring = request if given is None else replace(request, predicts=True)
         self.predicting = replace(request, predicts=True)
-        self.scored_B = torch.zeros_like(usable_B)
         self.prediction_B4 = NOT_PREDICTED_4.repeat(len(usable_B), 1)
         if given is not None:
             self.scored_B = usable_B & given[1]

@@ -17,22 +17,14 @@ from oar_plugin.output import logger
 from oar_plugin.passes.gradient import Packed, Scores
 from oar_plugin.passes.taps import to_device
 
-ENOUGH = 4 * FEATURES
-"""Scores are predicted from this many tokens on; until then, more responses are scored."""
-MARGIN = 2.0
-"""A first step chooses responses with about this many times `ENOUGH` tokens."""
-FEWEST = 16
-"""And about this many responses at least. As many are measured before the share is doubled."""
-TOP = 0.2
-"""Overlap is watched for this share of a response's tokens."""
-LEAST = 1e-6
-"""Scores below this share of a response's mean count as this one, or their logarithms would decide."""
-RIDGE = 100.0
-"""Added to the sums, which have about 1 per token and feature on their diagonal."""
-LARGEST = 60.0
-"""Predicted logarithms are cut to this size: the exponential is finite in float32."""
-CHUNK = 2**15
-"""Features of this many tokens are held at once: of all, they would take twice the memory of the hidden states."""
+ENOUGH = 4 * FEATURES  # scores are predicted from this many tokens on; until then, more responses are scored
+MARGIN = 2.0  # a first step chooses responses with about this many times `ENOUGH` tokens
+FEWEST = 16  # and about this many responses at least. As many are measured before the share is doubled
+TOP = 0.2  # overlap is watched for this share of a response's tokens
+LEAST = 1e-6  # scores below this share of a response's mean count as this one, or their logarithms would decide
+RIDGE = 100.0  # added to the sums, which have about 1 per token and feature on their diagonal
+LARGEST = 60.0  # predicted logarithms are cut to this size: the exponential is finite in float32
+CHUNK = 2**15  # tokens whose features are held at once: those of all would take twice the memory of the hidden states
 
 
 class Features:
@@ -115,10 +107,8 @@ class Predictor:
             self.share, self._agreed, self._warned = min(1.0, 2 * self.share), (0.0, 0.0), True
 
     def wanted(self, size: Callable[[], Tensor]) -> float:
-        """The share of the responses to score, in a step of this `size`.
-
-        `size` returns the numbers of tokens and of responses, int64 `[2]`, that all ranks together have to score or to
-        predict. It is asked until `ENOUGH` tokens were seen.
+        """The share of the responses to score in a step. Until `ENOUGH` tokens were seen, `size` is asked for the numbers of
+        tokens and of responses, int64 `[2]`, that all ranks together have to score or to predict.
         """
         if self.ready:
             return self.share

@@ -16,14 +16,11 @@ Project = Callable[[Tensor], Tensor]
 """The projection from hidden states `[N, H]` to logits `[N, V]`, row by row. It may overwrite its own results. One that is not
 linear has an attribute `linear` that is false."""
 
-Chunk = Callable[[Tensor, slice], Tensor]
-"""A function of the logits of some rows, without a graph, and the slice of these rows; returns a tensor with the same rows."""
 
-
-def projected_back(project: Project, hidden_NH: Tensor, coefficients: Chunk) -> Tensor:
+def projected_back(project: Project, hidden_NH: Tensor, coefficients: Callable[[Tensor, slice], Tensor]) -> Tensor:
     """The gradient of `sum(c * project(hidden))` at the hidden states, `[N, H]`, float32 or better, no graph.
 
-    `coefficients` returns the fixed `c` of a chunk of rows, `[n, V]`.
+    `coefficients` takes the logits of a chunk of rows, without a graph, and the slice of these rows; returns their fixed `c`.
     """
     gradient_NH = torch.zeros_like(hidden_NH, dtype=torch.promote_types(hidden_NH.dtype, torch.float32))
     for start in range(0, len(hidden_NH), CHUNK):

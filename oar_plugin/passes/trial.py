@@ -143,8 +143,8 @@ def check_by_trial(
     maximum over ranks.
     UnsupportedModelError: names the model's class, what differs, and by how much; or that its outputs are not finite.
     """
-    inner = unwrapped(model)
-    if inner in _ACCEPTED or not request.importance_object.runs_model:
+    inner, kind = unwrapped(model), request.importance_object
+    if inner in _ACCEPTED or not (kind.backwards or kind.reads or kind.copies):
         return
     sequence = trial_tokens(token_T)
     trials, changes = read([sequence, sequence[: TOKENS // 2]]), logit_changes(getattr(inner, "config", None))

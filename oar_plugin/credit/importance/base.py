@@ -129,10 +129,6 @@ class Importance:
         return [replace(plan[0], log_probs=log_probs), *plan[1:]] if plan else []
 
     @property
-    def runs_model(self) -> bool:
-        return bool(self.backwards or self.reads or self.copies)
-
-    @property
     def noisy(self) -> bool:
         return any(backward.noise for backward in self.backwards)
 

@@ -1,7 +1,4 @@
-"""Random numbers, uniform in (0, 1): the control for the effect of a gate alone.
-
-They are hashes of (seed, training step, response, position): the same on every layout, and new in every step.
-"""
+"""Random numbers in (0, 1), the same on every layout and new in every step: the control for the effect of a gate alone."""
 
 from torch import Tensor
 

@@ -74,10 +74,9 @@ class OarAdvantage:
         advantage_BL, importance_BL = _whole([e.advantages for e in experiences]), _whole(outputs)
         if not advantage_BL.shape == importance_BL.shape == self._segments_BL.shape:
             shapes = [tuple(whole.shape) for whole in (advantage_BL, importance_BL, self._segments_BL)]
-            raise RuntimeError(
-                f"step {self._step}: advantages, importance and the samples of `actor_inputs` have the shapes {shapes}, which "
-                "must be equal: OpenRLHF must pass on all samples of the step, in their order"
-            )
+            fault = f"advantages, importance and the samples of `actor_inputs` have the shapes {shapes}, which must be equal"
+            advice = "OpenRLHF must pass on all samples of the step, in their order"
+            raise RuntimeError(f"step {self._step}: {fault}: {advice}")
         reshaped = self._credit.reshape(self._step, advantage_BL, importance_BL, self._segments_BL, self._status_B)
         metrics = {f"oar/{name}": value for name, value in reshaped.metrics.items()}
         rewards = torch.cat([e.info["reward"] for e in experiences]).float()

@@ -25,12 +25,9 @@ from oar_plugin.passes.taps import check_model, logit_changes
 from oar_plugin.token_credit import PaddedBatch, ReshapedBatch, TokenCredit
 
 PREFIX = "oar"
-UNCAPPED = ("logits_soft_cap", "output_logit_soft_cap")
-"""Config keys of models that cap their logits (RecurrentGemma, xLSTM), which TRL 1.16 does not know. It knows the others."""
-# Losses whose gradient goes through each token's own log-prob, also with a ratio per response.
-PAY_TOKENS = ("cispo", "vespo")
-# Columns of the data that may hold the right answer, for dumps; the first one that exists counts.
-TRUTH = ("ground_truth", "solution", "answer")
+UNCAPPED = ("logits_soft_cap", "output_logit_soft_cap")  # caps that TRL 1.16 does not know: RecurrentGemma's, xLSTM's
+PAY_TOKENS = ("cispo", "vespo")  # losses with a gradient through each token's log-prob, also with ratios per response
+TRUTH = ("ground_truth", "solution", "answer")  # columns with the right answer, for dumps; the first that exists counts
 
 
 class OarGRPOTrainer(GRPOTrainer):

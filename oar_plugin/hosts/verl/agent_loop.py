@@ -83,8 +83,7 @@ class ScoredOutput(AgentLoopOutput):
         return cls.model_construct(output.model_fields_set, **dict(output), generated_at=time.time())
 
 
-# The group of the agent loop that runs; None in a validation.
-_group: ContextVar[Group | None] = ContextVar("oar_group", default=None)
+_group: ContextVar[Group | None] = ContextVar("oar_group", default=None)  # of the loop that runs; None in a validation
 
 
 class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PLUGIN = "oar_plugin.hosts.verl.plugin"
-EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"
-"""Environment variable with the modules that `import verl` imports, in every version of verl."""
+EXTERNAL_MODULES = "VERL_USE_EXTERNAL_MODULES"  # names the modules that `import verl` imports, in every version
 
 _V1, _ENGINE, _ROLLOUT, _VLLM = "verl.trainer.ppo.v1", "verl.workers.engine", "verl.workers.rollout", "vllm.v1.worker"
 TRAINERS = {

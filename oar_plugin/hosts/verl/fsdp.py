@@ -84,10 +84,7 @@ class OarFSDPMixin(ImportancePass):
             self._tapped = None
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> Any:
-        """Returns verl's inputs. During OAR's forwards, it also sets the tap of the forward that gets these inputs.
-
-        Only here it is known where verl puts the tokens, and with how much padding.
-        """
+        """Returns verl's inputs, and sets the tap of OAR's forwards: only here it is known where verl puts the tokens."""
         inputs, arguments = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
         if self._tapped is not None:
             taps, offsets, tap_at = self._tapped
@@ -110,8 +107,7 @@ class OarFSDPMixin(ImportancePass):
                 taps.backward()
             if only:
                 return {}
-        host: Callable[..., Any] = super().prepare_model_outputs  # type: ignore[misc]
-        return host(output, output_args, micro_batch, logits_processor_func)
+        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)  # type: ignore[misc]
 
     def _copies_importance(
         self, data: TensorDict, request: Request, segments: list[Tensor], scored_B: Tensor
@@ -170,15 +166,12 @@ class OarFSDPMixin(ImportancePass):
             raise UnsupportedModelError(f"actor_rollout_ref.model.use_fused_kernels=True with {fault}; allowed: False")
         images = hasattr(model.config, "vision_config")
         if images and request.importance_object.copies and not request.config.offloads:
-            raise UnsupportedModelError(
-                f"algorithm.oar.importance={request.importance} with a vision-language model: masked copies carry no images; "
-                f"allowed: {named(copies=False)}"
-            )
+            fault = f"a vision-language model: masked copies carry no images; allowed: {named(copies=False)}"
+            raise UnsupportedModelError(f"algorithm.oar.importance={request.importance} with {fault}")
         if images and self.use_ulysses_sp:
-            raise UnsupportedModelError(
-                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size > 1 with a vision-language model: "
-                "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
-            )
+            key = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+            fault = "verl slices sequences after the embeddings, which OAR does not support; allowed: 1"
+            raise UnsupportedModelError(f"{key} > 1 with a vision-language model: {fault}")
 
         # The first row of text, and the first with images; some processors give text the types of its tokens. The trial runs on
         # what every rank has: ranks must run equal forwards, and verl cannot run some of these models without an image.
@@ -199,10 +192,7 @@ class OarFSDPMixin(ImportancePass):
 
 
 class _CopiesThroughVerl(MaskedCopies):
-    """Masked copies through verl's own forward: under Ulysses, and with fused kernels.
-
-    Copies share no prefix: verl's attention exchanges heads for positions over the whole pack, and its inputs have no cache.
-    """
+    """Masked copies through verl's own forward: under Ulysses and with fused kernels. Its inputs have no cache to share."""
 
     def __init__(self, engine: OarFSDPMixin, data: TensorDict, *arguments: Any) -> None:
         super().__init__(engine.module, *arguments)

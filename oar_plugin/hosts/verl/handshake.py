@@ -59,11 +59,9 @@ def check_nodes(actors: Sequence[Any], servers: Sequence[Any], feature: str, oar
         if fault:
             faults[f"  {place}: {fault}"] = None  # one line for all processes of a node
     if faults:
-        raise RuntimeError(
-            f"algorithm.adv_estimator=oar needs the same oar_plugin on every node. The driver has {versions}. These differ:\n"
-            + "\n".join(faults)
-            + "\nInstall the driver's, and your own modules, there for Ray's processes; `oar doctor` there says what it has."
-        )
+        needs = "algorithm.adv_estimator=oar needs the same oar_plugin on every node"
+        advice = "Install the driver's, and your own modules, there for Ray's processes; `oar doctor` there says what it has."
+        raise RuntimeError("\n".join([f"{needs}. The driver has {versions}. These differ:", *faults, advice]))
 
 
 def fault_of(process: Any, feature: str | None, settings: Mapping[str, Any]) -> str:

@@ -104,10 +104,7 @@ def command_line(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _has_group(folders: Sequence[str], arguments: Sequence[str]) -> bool:
-    """Whether the config that a command line names has the group `oar` in its own defaults list, as recipes have.
-
-    Hydra refuses to have it there twice.
-    """
+    """Whether the config that a command line names has `oar` in its defaults list, as recipes have: Hydra refuses it twice."""
     named = get_args_parser().parse_known_args(list(arguments))[0]
     places = [Path(folder.removeprefix("file://")) for folder in (named.config_dir, *folders) if folder]
 

@@ -278,10 +278,7 @@ class ImportancePass:
         tu.assign_non_tensor(data, **{name: most})
 
     def _infer_unscored(self, data: TensorDict, rows: Tensor, request: Request | None) -> dict[str, Any]:
-        """verl's own pass over the other rows, which also predicts importance if there is a request.
-
-        It needs whole micro-batches: the shortest row fills the last one up.
-        """
+        """verl's own pass over the other rows, filled up to whole micro-batches. With a request it also predicts importance."""
         if not self._is_dynamic(data):
             shortest = rows[data["input_ids"].offsets().diff().cpu()[rows].argmin()]
             fill = -len(rows) % (data["micro_batch_size_per_gpu"] * self._micro_batch_multiple())

@@ -34,6 +34,7 @@ from oar_plugin.passes.taps import Tap, UnsupportedModelError, logit_changes
 
 _ROUTES = "routed_experts"  # verl's field for router replay
 _UNSET = (None, False, 0, "none")  # of an attribute of a transformer config
+_INSTEAD = "use actor_rollout_ref.actor.strategy=fsdp2"
 
 
 @dataclass
@@ -43,8 +44,7 @@ class _Schedules:
     first: list[int]  # where each row of the batch begins in `scores`, and the end of the last
     scores: Scores  # of the batch, as far as this rank has computed them
     forward: Forward  # the forward that the current schedule runs
-    # By their rows, for all schedules.
-    micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)
+    micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)  # by rows, for all schedules
 
 
 class OarMegatronMixin(ImportancePass):
@@ -216,10 +216,8 @@ class OarMegatronMixin(ImportancePass):
             raise UnsupportedModelError(copies_under_megatron(request.importance))
         check_chunks(self.module)
         if changes := logit_changes(self.model_config.hf_config):
-            raise UnsupportedModelError(
-                f"the model changes its logits after the vocabulary projection ({changes}), which is not supported under "
-                "Megatron: use actor_rollout_ref.actor.strategy=fsdp2"
-            )
+            fault = f"the model changes its logits after the vocabulary projection ({changes})"
+            raise UnsupportedModelError(f"{fault}, which is not supported under Megatron: {_INSTEAD}")
 
 
 def check_chunks(chunks: Sequence[nn.Module]) -> None:
@@ -227,26 +225,21 @@ def check_chunks(chunks: Sequence[nn.Module]) -> None:
     for chunk in chunks:
         model: GPTModel = unwrapped(chunk)
         if type(model) is not GPTModel:
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: under Megatron, OAR supports megatron.core's GPTModel only (no vision-language, "
-                "Mamba or otherwise derived models); use actor_rollout_ref.actor.strategy=fsdp2"
-            )
+            fault = "OAR supports megatron.core's GPTModel only (no vision-language, Mamba or otherwise derived models)"
+            raise UnsupportedModelError(f"{type(model).__name__}: under Megatron, {fault}; {_INSTEAD}")
         config: Any = get_model_config(model)
         for refused in REFUSED["megatron"]:
             name = refused.in_model or ""
             if (value := getattr(config, name, None)) not in _UNSET:
                 raise UnsupportedModelError(refused.fault(value, name))
         if model.position_embedding_type == "learned_absolute":
-            raise UnsupportedModelError(
-                "position_embedding_type=learned_absolute: Megatron adds it inside the embedding that OAR differentiates; "
-                "use a model with rotary positions"
-            )
+            fault = "Megatron adds it inside the embedding that OAR differentiates; use a model with rotary positions"
+            raise UnsupportedModelError(f"position_embedding_type=learned_absolute: {fault}")
         projection: ColumnParallelLinear | None = model.output_layer if model.post_process else None
         if projection is not None and (type(projection) is not ColumnParallelLinear or projection.bias is not None):
-            raise UnsupportedModelError(
-                f"{type(projection).__name__} as vocabulary projection: OAR supports megatron.core's plain "
-                "ColumnParallelLinear without bias; use a model without adapters or transforms there"
-            )
+            fault = "OAR supports megatron.core's plain ColumnParallelLinear without bias"
+            allowed = "use a model without adapters or transforms there"
+            raise UnsupportedModelError(f"{type(projection).__name__} as vocabulary projection: {fault}; {allowed}")
 
 
 def _all_reduced(group: Any, tensor: Tensor, op: Any = distributed.ReduceOp.SUM) -> Tensor:

@@ -4,8 +4,6 @@ The engines' scores have fields of their own beside the actor's, because the act
 asked for any. A further field, `oar_offload`, holds how the scoring of each response went.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -33,10 +31,7 @@ ACTOR_MAY_HELP = torch.tensor([Status.NOT_NEEDED, Status.NOT_SCORED, *FAULTS])
 
 
 def switch_on(config: DictConfig, oar: OarConfig) -> None:
-    """Set our agent-loop manager and vLLM's priority scheduling, and register servers that can score.
-
-    Copies run after generation, whose requests all have the same priority and keep the order of their arrival.
-    """
+    """Set our agent-loop manager and vLLM's priority scheduling (copies run after generation), and register our servers."""
     from oar_plugin.hosts.verl import rollout_server
 
     rollout_server.register(oar.perturbation.max_in_flight, oar.perturbation.share_while_generating)
@@ -77,9 +72,8 @@ class OffloadRecord(NamedTuple):
     tokens: int = 0  # prompt tokens of all requests
     cached_tokens: int = 0  # how many of these came from the prefix cache
     generated_at: float = 0.0  # the moment when the response was finished
-    done_at: Sequence[float] = (0.0,) * len(
-        TENTHS
-    )  # when the first of its copies was finished, each tenth and the last
+    # When the first of its copies was finished, each tenth and the last.
+    done_at: Sequence[float] = (0.0,) * len(TENTHS)
 
     def to_row(self) -> Tensor:
         return torch.tensor([*self[:-1], *self.done_at], dtype=torch.float64)  # the wall clock needs it
@@ -103,9 +97,8 @@ def offload_metrics(record_BN: Tensor, left_B: Tensor) -> dict[str, float]:
     metrics |= {f"fault/{status.name.lower()}": float(count) for status, count in by_status.items()}
     generated = max(record.generated_at for record in records)
     if copies := sum(record.copies for record in sent):
-        metrics["hidden_share"] = (
-            sum(one.copies * float(np.interp(generated, one.done_at, TENTHS)) for one in sent) / copies
-        )
+        hidden = (one.copies * float(np.interp(generated, one.done_at, TENTHS)) for one in sent)
+        metrics["hidden_share"] = sum(hidden) / copies
     metrics["cached_share"] = sum(one.cached_tokens for one in sent) / max(1, sum(one.tokens for one in sent))
     metrics["exposed_s"] = max(0.0, max(record.done_at[-1] for record in sent) - generated)
     return metrics

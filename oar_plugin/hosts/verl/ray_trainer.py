@@ -1,8 +1,7 @@
 """verl's `RayPPOTrainer` with token credit: `trainer.use_v1=False`, and the trainers of `verl.experimental`.
 
 There is no registry of these trainers. So the class replaces verl's in its module, right after the module's import; verl's own
-subclasses then derive from it. The trainer of a run with another estimator calls only verl's methods. `verl.trainer.ppo.v1` has
-a registry, and a module of ours (`trainer`). This one can go when verl has no `RayPPOTrainer`.
+subclasses then derive from it. The trainer of a run with another estimator calls only verl's methods.
 
 verl's advantage function calls the estimator `oar`, which returns the base estimator's advantage. The weights are multiplied
 with it before the update.
@@ -61,8 +60,6 @@ class OarRayTrainer(TrainerCredit):
             self.oar, OarRayTrainer.running = resolve(used, here=True), True
             OarRayTrainer.unused -= OmegaConf.select(config, "trainer.critic_warmup") or 0
 
-    # ---- rows to score, distributed evenly over the ranks
-
     def _balance_batch(
         self, batch: DataProto, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
     ) -> None:
@@ -77,10 +74,8 @@ class OarRayTrainer(TrainerCredit):
             batch.reorder(torch.tensor(order))
 
     def _has_advantage(self, batch: DataProto) -> Tensor:
-        """Whether a row needs credit, bool `[B]`.
-
-        The base estimator computes the advantage from rewards alone. It is not known yet with KL in the reward, or before a
-        reward model's scores: then every row counts.
+        """Whether a row needs credit, bool `[B]`, by the base estimator's advantage from rewards alone. It is not known yet
+        with KL in the reward, or before a reward model's scores: then every row counts.
         """
         if self.config.algorithm.use_kl_in_reward or "rm_scores" not in batch.batch:
             return torch.ones(len(batch), dtype=torch.bool)
@@ -89,16 +84,13 @@ class OarRayTrainer(TrainerCredit):
 
     def _advantage_of_scores(self, batch: DataProto) -> Tensor:
         given = {"token_level_rewards": batch.batch["rm_scores"], "response_mask": batch.batch["response_mask"]}
-        made: Tensor = base_advantage(**given, index=batch.non_tensor_batch["uid"], config=self.config.algorithm)[0]
-        return made
+        return base_advantage(**given, index=batch.non_tensor_batch["uid"], config=self.config.algorithm)[0]
 
     def _start(self, oar: OarConfig) -> None:
         """Checks the nodes before the first log-prob pass: some of verl's trainers have no hook between workers and steps."""
         if not hasattr(self, "_credit"):
             self._check_nodes(oar)
             self._make_credit(oar)
-
-    # ---- importance, with the log-prob pass
 
     def _compute_old_log_prob(self, batch: DataProto) -> Any:
         if self.oar is not None:
@@ -117,8 +109,6 @@ class OarRayTrainer(TrainerCredit):
         self._start(self.oar)
         kept = FIELDS if self._credit.dumps.folder is not None else (*USED, SEGMENTS)
         return asking(self.actor_rollout_wg, needed_B, self._request(importance_only), self.global_steps, kept)
-
-    # ---- the host's advantage, times the weights
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.oar is None or batch.meta_info.get(RESHAPED):  # a trainer of one's own may update twice with a batch
@@ -192,10 +182,9 @@ def advantage_to_weight(**given: Any) -> Any:
     """`base_advantage` for verl's trainer, which weights it before the update. RuntimeError: it never does."""
     OarRayTrainer.unused += 1
     if OarRayTrainer.unused > UNUSED:
-        raise RuntimeError(
-            f"{UNUSED} advantages were computed with algorithm.adv_estimator=oar, and none was weighted: this trainer does not "
-            "update the actor through `RayPPOTrainer._update_actor`, where OAR weights them"
-        )
+        what = f"{UNUSED} advantages were computed with algorithm.adv_estimator=oar, and none was weighted"
+        fault = "this trainer does not update the actor through `RayPPOTrainer._update_actor`, where OAR weights them"
+        raise RuntimeError(f"{what}: {fault}")
     return base_advantage(**given)
 
 

@@ -20,8 +20,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringResult, ScoringTask
 from oar_plugin.hosts.vllm.throttle import Throttle
 
-SUBMISSION_S = 60.0
-"""How long an exchange of weights waits for copies on their way into the engine; verl waits as long for generation."""
+SUBMISSION_S = 60.0  # that an exchange of weights waits for copies on their way into the engine; verl: for generation
 WORKER_EXTENSION = "oar_plugin.hosts.verl.rollout_worker.OarColocateWorkerExtension"
 
 

@@ -22,8 +22,7 @@ OARS = re.compile(r"[+~]*(oar=|algorithm\.oar\b)")  # an override of OAR's keys
 RAY_TRAINER = "ray_trainer"  # the feature in `capabilities` of `trainer.use_v1=False`
 # Base estimators under which equal rewards in a group make all of its advantages zero. Others normalise over the batch.
 ZERO_WHEN_EQUAL = ("grpo", "rloo", "opo")
-# Values of the actor's strategy, and the feature in `capabilities` that each needs.
-STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+STRATEGIES = {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}  # the actor's -> its feature in `capabilities`
 
 
 class Refused(NamedTuple):
@@ -47,16 +46,14 @@ REFUSED = {
 _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
 SEEDS = ("algorithm.oar.seed", f"{_ROLLOUT}.seed", f"{_ACTOR}.data_loader_seed")  # in recipes all are `data.seed`
-_OR_LOCAL = "or algorithm.oar.perturbation.backend=actor"
+_BACKEND = "algorithm.oar.perturbation.backend"
 
 
 def copies_under_megatron(importance: str) -> str:
     """Why an importance with masked copies is refused in a Megatron actor."""
-    return (
-        f"algorithm.oar.importance={importance} with actor_rollout_ref.actor.strategy=megatron: masked copies were not "
-        f"built for its actor; allowed: {named(copies=False)}, or {named(copies=True)} with "
-        "algorithm.oar.perturbation.backend=rollout"
-    )
+    allowed = f"{named(copies=False)}, or {named(copies=True)} with {_BACKEND}=rollout"
+    fault = f"masked copies were not built for its actor; allowed: {allowed}"
+    return f"algorithm.oar.importance={importance} with {_ACTOR}.strategy=megatron: {fault}"
 
 
 def switched_on(config: DictConfig) -> bool:
@@ -120,16 +117,12 @@ def parsed(algorithm: DictConfig) -> OarConfig:
     if settings is not None and not isinstance(settings, Mapping):
         raise OarConfigError(f"algorithm.oar={settings!r}: must be a group of settings, such as algorithm.oar.tau=0.4")
     given: dict[Any, Any] = dict(settings or {})
-    return OarConfig.parse(
-        {key: value for key, value in given.items() if (key, value) != ("seed", None)}
-    )  # `draw_seed`
+    # For a seed that is null see `draw_seed`.
+    return OarConfig.parse({key: value for key, value in given.items() if (key, value) != ("seed", None)})
 
 
 def draw_seed(config: DictConfig) -> None:
-    """Gives `SEEDS` that are null, as with `data.seed=null`, a number: drawn once, kept in the run's folder, and logged.
-
-    For the driver, before workers get the configuration.
-    """
+    """Before workers get the configuration: gives null `SEEDS` (`data.seed=null`) a number, drawn once for the run's folder."""
     if unset := [key for key in SEEDS if OmegaConf.select(config, key, default=0) is None]:
         file = Path(config.trainer.default_local_dir, "seed.txt")
         if not file.is_file():
@@ -152,10 +145,8 @@ def resolve(config: DictConfig, here: bool = False) -> OarConfig:
 
 def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     for name, value in capabilities.external_modules().items():
-        yield (
-            f"algorithm.adv_estimator=oar: this verl ({capabilities.host_version()}) does not load OAR by itself; set the "
-            f"environment variable {name}={value} on every node"
-        )
+        fault = f"this verl ({capabilities.host_version()}) does not load OAR by itself"
+        yield f"algorithm.adv_estimator=oar: {fault}; set the environment variable {name}={value} on every node"
     trainer, strategy = trainer_of(config), config.actor_rollout_ref.actor.strategy
     # A key with its value -> the feature that each of its possible values needs.
     choices: dict[tuple[str, str], Mapping[str, str]] = {(f"{_ACTOR}.strategy", strategy): STRATEGIES}
@@ -166,16 +157,15 @@ def _unfit(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     else:
         choices["trainer.use_v1", "False"] = {"False": RAY_TRAINER, "True": "sync"}
     if oar.offloads and installed() is None:
-        yield f"algorithm.oar.perturbation.backend=rollout: vLLM is not installed; allowed: with vLLM, {_OR_LOCAL}"
+        yield f"{_BACKEND}=rollout: vLLM is not installed; allowed: with vLLM, or {_BACKEND}=actor"
     elif oar.offloads:
-        choices["algorithm.oar.perturbation.backend", "rollout"] = {"rollout": "offload", "actor": STRATEGIES[strategy]}
+        choices[_BACKEND, "rollout"] = {"rollout": "offload", "actor": STRATEGIES[strategy]}
     for (key, value), features in choices.items():
         if lacking := capabilities.missing(features[value]):
             allowed = [other for other, feature in features.items() if not capabilities.missing(feature)]
-            yield (
-                f"{key}={value}: not supported on this verl ({capabilities.host_version()}), which lacks what OAR builds on "
-                f"({'; '.join(lacking)}); allowed: {', '.join(allowed) or 'nothing on this verl'}"
-            )
+            fault = f"not supported on this verl ({capabilities.host_version()}), which lacks what OAR builds on"
+            said = ", ".join(allowed) or "nothing on this verl"
+            yield f"{key}={value}: {fault} ({'; '.join(lacking)}); allowed: {said}"
 
 
 def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
@@ -184,10 +174,8 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
     if ray_trainer and oar.offloads:
         has_v1 = OmegaConf.select(config, "trainer.use_v1") is not None
         of_trainer = " (trainer.use_v1=False, or a trainer of verl.experimental)" if has_v1 else ""
-        yield (
-            f"algorithm.oar.perturbation.backend=rollout with RayPPOTrainer{of_trainer}: its agent loops score no copies; "
-            f"allowed: actor{', or one of the trainers of trainer.v1' if has_v1 else ''}"
-        )
+        allowed = f"actor{', or one of the trainers of trainer.v1' if has_v1 else ''}"
+        yield f"{_BACKEND}=rollout with RayPPOTrainer{of_trainer}: its agent loops score no copies; allowed: {allowed}"
     engines = oar.offloads and not ray_trainer
     needed = {"always": True, "v1": not ray_trainer, "megatron": megatron, "engines": engines}
     needed["fused"] = not megatron and OmegaConf.select(config, f"{_MODEL}.use_fused_kernels")
@@ -200,10 +188,8 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
         if oar.importance_object.copies and not oar.offloads:
             yield copies_under_megatron(oar.importance)
     if OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") == "geo_mean":
-        yield (
-            f"{_ACTOR}.policy_loss.loss_mode=geo_mean: it takes the mean of a response's advantages, which weights do not "
-            "change; allowed: verl's other losses"
-        )
+        reason = "it takes the mean of a response's advantages, which weights do not change"
+        yield f"{_ACTOR}.policy_loss.loss_mode=geo_mean: {reason}; allowed: verl's other losses"
 
 
 def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
@@ -221,11 +207,10 @@ def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
     model = stages * number(f"{megatron}.tensor_model_parallel_size") * number(f"{megatron}.context_parallel_size")
     ranks = max(1, number("trainer.nnodes") * number("trainer.n_gpus_per_node") // model)
     # verl pads batches to whole mini-batches.
-    prompts, responses = number(f"{_ACTOR}.ppo_mini_batch_size"), number(f"{_ROLLOUT}.n")
+    size_key = f"{_ACTOR}.ppo_mini_batch_size"
+    prompts, responses = number(size_key), number(f"{_ROLLOUT}.n")
     if prompts * responses % (ranks * group):
         step = math.lcm(ranks * group, responses) // responses
-        yield (
-            f"{_ACTOR}.ppo_mini_batch_size={prompts}, times {_ROLLOUT}.n={responses}, on {ranks} data-parallel ranks: under a "
-            f"virtual pipeline OAR needs a multiple of {group} rows per rank ({group_key}, by default the number of pipeline "
-            f"stages); allowed: {_ACTOR}.ppo_mini_batch_size a multiple of {step}"
-        )
+        given = f"{size_key}={prompts}, times {_ROLLOUT}.n={responses}, on {ranks} data-parallel ranks"
+        rows = f"a multiple of {group} rows per rank ({group_key}, by default the number of pipeline stages)"
+        yield f"{given}: under a virtual pipeline OAR needs {rows}; allowed: {size_key} a multiple of {step}"

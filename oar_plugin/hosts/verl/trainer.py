@@ -65,8 +65,6 @@ class OarTrainerMixin(TrainerCredit):
         super()._init_tokenizer()  # type: ignore[misc]
         self._make_credit(self.oar)
 
-    # ---- rows to score, distributed evenly over the ranks
-
     def _balance_batch(
         self, batch: tq.KVBatchMeta, metrics: dict, logging_prefix: str = "global_seqlen", **kwargs: Any
     ) -> Any:
@@ -83,8 +81,6 @@ class OarTrainerMixin(TrainerCredit):
             if (order := self._even_order(places, lengths, needed, metrics, logging_prefix)) is not None:
                 batch.reorder(order)
         return batch
-
-    # ---- importance, with the log-prob pass
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
         # Without an update nothing is scored; and the engines may have scored everything.
@@ -108,10 +104,7 @@ class OarTrainerMixin(TrainerCredit):
         return bool(OmegaConf.select(self.config, "algorithm.rollout_correction.bypass_mode"))
 
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
-        """Writes `oar_needed`, the rows that the actor is to score, and returns it, bool `[B]`.
-
-        Rows that the rollout engines have scored are not scored again.
-        """
+        """Writes `oar_needed`, the rows that the actor is to score: none that engines have scored. Returns it, bool `[B]`."""
         needed_B = self._has_advantage(batch)
         if self.oar.offloads:
             own_B, record_BN = ~_padding_rows(batch), torch.stack(_read(batch, OFFLOAD)[OFFLOAD].unbind())
@@ -148,8 +141,6 @@ class OarTrainerMixin(TrainerCredit):
         number = Counter(session.rsplit("_", 1)[0] for session in sessions)
         groups = [key if number[prompt := key.rsplit("_", 2)[0]] == 1 else prompt for key in batch.keys]
         return needs_credit(self.oar, data.batch["advantages"], fields["rm_scores"], groups)
-
-    # ---- the host's advantage, times the weights
 
     def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
         # verl spreads a session's advantage over its trajectories only for an estimator named `grpo`.
@@ -217,10 +208,7 @@ def _padding_rows(batch: Any) -> torch.Tensor:
 
 
 def register() -> None:
-    """Replace verl's trainers in its registry.
-
-    `register_trainer` refuses an existing name. With a new name, users would have to change a second setting.
-    """
+    """Replace verl's trainers in its registry. `register_trainer` wants a new name, which users would have to set as well."""
     registry = trainer_base.TRAINER_REGISTRY
     for mode, trainer in capabilities.TRAINERS.items():
         if not capabilities.missing(mode):

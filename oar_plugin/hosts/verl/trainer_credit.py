@@ -78,10 +78,7 @@ def needs_credit(oar: OarConfig | None, advantage_BL: Tensor, reward_BL: Tensor,
 
 
 def answer_mismatch(credit: TokenCredit, batch: QueuedBatch) -> dict[str, float]:
-    """Returns the share of scored responses whose answer the reward read otherwise, of the first 64; {} if it reports none.
-
-    Reward functions report it as `pred` or `extracted_answer`.
-    """
+    """Returns the share of scored responses whose answer the reward read otherwise, of the first 64; {} if it reports none."""
     names, differ, metrics = ("pred", "extracted_answer"), list[bool](), dict[str, float]()
     with credit.dumps.counted(batch.step, metrics, "comparing answers", "oar/answer_mismatch_failed"):
         rows = (batch.own_B & (batch.status_B == Status.SCORED)).nonzero()[:64, 0].tolist()
@@ -108,7 +105,5 @@ def _values(answer: str) -> tuple[list[float], int] | str:
 
 
 def no_importance(step: int) -> str:
-    return (
-        f"step {step}: the actor was asked for token importance and returned none. Its workers do not run oar_plugin's engine; "
-        "`oar doctor` on their nodes says what they have"
-    )
+    reason = "Its workers do not run oar_plugin's engine; `oar doctor` on their nodes says what they have"
+    return f"step {step}: the actor was asked for token importance and returned none. {reason}"

@@ -1,7 +1,4 @@
-"""What `algorithm.oar.dump` asks for, at the steps that it names: a file for `oar inspect`, and one group on dashboards.
-
-No fault in it stops the run: a metric counts it, and the log says it once.
-"""
+"""What `algorithm.oar.dump` asks for: a file for `oar inspect`, and one group on dashboards. A fault here stops no run."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,10 +1,8 @@
 """The extension of vLLM's workers: tagged requests return outcomes in place of prompt log-probabilities.
 
-A tagged request has a spec of `outcomes` in `SamplingParams.extra_args["oar"]`, and `prompt_logprobs=0`, so that vLLM
-returns rows for its prompt. vLLM handles untagged requests as usual.
-
-vLLM has two model runners. The CPU's runner is a subclass of the first one. On GPUs, the second one is the default for
-more and more models.
+A tagged request has a spec of `outcomes` in `SamplingParams.extra_args["oar"]`, and `prompt_logprobs=0`, so that vLLM returns
+rows for its prompt. vLLM handles others as usual. It has two model runners: the CPU's is a subclass of the first one, and on
+GPUs the second one is the default for more and more models.
 """
 
 from __future__ import annotations
@@ -41,10 +39,9 @@ class OutcomeExtension:
         elif getattr(runner, "prompt_logprobs_worker", None) is not None:
             install = _install_second
         else:
-            raise RuntimeError(
-                f"OAR-P cannot be computed in vLLM's model runner {type(runner).__module__}.{type(runner).__name__}, which has "
-                "neither _get_prompt_logprobs_dict nor prompt_logprobs_worker: set algorithm.oar.perturbation.backend=actor"
-            )
+            fault = f"OAR-P cannot be computed in vLLM's model runner {type(runner).__module__}.{type(runner).__name__}"
+            lacks = "which has neither _get_prompt_logprobs_dict nor prompt_logprobs_worker"
+            raise RuntimeError(f"{fault}, {lacks}: set algorithm.oar.perturbation.backend=actor")
         model = runner.get_model()
         # Call the class's function. verl replaces the instance's function by one that masks tokens that must not be
         # sampled, but the actor's distribution includes these tokens.

@@ -24,8 +24,7 @@ from oar_plugin.credit.probe import PROBES, Probe
 
 Role = Literal["reference", "copy"]
 
-TAG = "oar"
-"""Key in a request's `SamplingParams.extra_args`. Its value is a spec, written as a dictionary."""
+TAG = "oar"  # key in a request's `SamplingParams.extra_args`; its value is a spec, written as a dictionary
 
 MAX_REFERENCES = 32
 """Maximum number of stored references. Each has one float64 per token of the vocabulary: 1.2 MB for 152k tokens. The
@@ -51,9 +50,8 @@ class OutcomeSpec:
 
     def rows(self, length: int) -> list[int]:
         """Return positions of the logits to read in a prompt of `length` tokens, ascending; [] if it is too short."""
-        if length <= self.start:
-            return []
-        return list(range(self.start - 1, self.start if self.probe == "last" else length - 1))
+        end = self.start if self.probe == "last" else length
+        return list(range(self.start - 1, min(end, length - 1)))
 
 
 @dataclass(frozen=True)
@@ -164,12 +162,10 @@ class OutcomeRecorder:
     def step(self, hidden_TD: Tensor, items: Sequence[Scheduled]) -> dict[str, Tensor]:
         """Read the results of one engine step, whose packed tokens have `hidden_TD`. Does not wait for the device.
 
-        `items` are the tagged requests in this step, in the same order on all ranks.
-
-        Returns for each request whose prompt ends in this step: `[score, rows]` and the drawn tokens, float32 on the device
-        (exact up to 2^24). `rows` is the number of rows that were read. The score is the divergence in nats; it is 0 for a
-        reference or a draw. It is NaN if a row was not computed in this request, if the reference is not known (`rows` is then
-        0), or if the logits are not finite.
+        `items` are the tagged requests in this step, in the same order on all ranks. Returns for each one whose prompt ends in
+        this step: `[score, rows]` and the drawn tokens, float32 on the device (exact up to 2^24). `rows` is the number of rows
+        that were read. The score is the divergence in nats; it is 0 for a reference or a draw. It is NaN if a row was not
+        computed in this request, if the reference is not known (`rows` is then 0), or if the logits are not finite.
         """
         self._read(hidden_TD, items)
         ended = [item for item in items if item.first + item.count >= len(item.token_ids)]

@@ -40,9 +40,7 @@ Fault = Literal["timed_out", "too_long", "aborted", "non_finite", "failed"]
 """In this order: a request took too long; the tokens and one more exceed `max_model_len`; the engine or `Admit` refused
 or aborted a request; a score is not finite; any other error, or two attempts without an outcome."""
 
-RESPONSES_AT_ONCE = 16
-"""Maximum number of responses scored at once. Each has a reference in the worker, and its prefix in the cache."""
-
+RESPONSES_AT_ONCE = 16  # most that are scored at once. Each has a reference in the worker, and its prefix in the cache
 # Requests wait in one first-in, first-out queue. So between two copies of one response, each of the others stores at
 # most one more reference.
 assert 2 * RESPONSES_AT_ONCE <= MAX_REFERENCES, "a reference must be kept until its copies are done"
@@ -73,8 +71,7 @@ class ScoringResult:
     tokens: int = 0  # prompt tokens of all requests, including the reference and second attempts
     cached_tokens: int = 0  # how many of these came from the prefix cache
     retried: int = 0  # requests made a second time
-    # For each copy, the seconds from the start of the call to its end; ascending.
-    done_at: list[float] = field(default_factory=list)
+    done_at: list[float] = field(default_factory=list)  # each copy's seconds from the start of the call; ascending
 
 
 @dataclass
@@ -94,13 +91,11 @@ class ResponseScorer:
     _responses: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(RESPONSES_AT_ONCE), init=False)
 
     async def score(self, task: ScoringTask, timeout_s: float | None = None) -> ScoringResult:
-        """Compute the importance of one response.
+        """Compute the importance of one response. The result has a fault if that failed; only cancellation is raised.
 
         `timeout_s` is the time limit of one request in the engine, in seconds; None: no limit. Waiting in the throttle does not
-        count, because its duration depends on generation.
-
-        Returns a result; it has a fault if importance could not be computed. Only cancellation is raised. When this returns or
-        is cancelled, no request of it is left in the engine. Newer references later replace its reference.
+        count, because its duration depends on generation. When this returns or is cancelled, no request of it is left in the
+        engine. Newer references later replace its reference.
         """
         run = _Run(self, task, timeout_s)
         if len(task.token_ids) + 1 > self.max_model_len:  # every request generates one token

@@ -5,9 +5,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-BESIDE_GENERATION = 8
-"""Maximum number of copies in flight while the engine generates. Generation that needs its seat does not stop it."""
-
+BESIDE_GENERATION = 8  # most copies in flight while the engine generates. Generation that needs a seat stops none
 _MOST_CREDIT_S = 0.25
 _MOST_DEBT_S = 10.0  # a larger debt means that copies waited in the engine's own queue and did not run
 _MARGIN_S = 1e-3  # so that credit is positive, despite rounding, when a timer admits a copy
