@@ -89,5 +89,4 @@ class Dumps:
             metrics.update(dict.fromkeys(names, 1.0))
             if times(self.folder, what, *names) == 1:
                 text = "step %d: %s failed: %r. Training goes on; %s counts it, and this is not said again"
-                said = step, what, error, ", ".join(names)
-                logger.warning(text, *said, exc_info=not isinstance(error, OSError))
+                logger.warning(text, step, what, error, ", ".join(names), exc_info=not isinstance(error, OSError))

@@ -38,9 +38,9 @@ _DEFAULTS: dict[str, Any] = {PREFIX: {}, **{f"{PREFIX}.{key}": value for key, va
 """What a key of OAR's settings is where it is missing: another version recorded the run, and keys leave and are added."""
 _changes_nothing = re.compile("|".join(map(translate, _IGNORED))).match
 _ADVICE = (
-    f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to start "
-    "over; another name (--name, trainer.experiment_name) starts a separate run"
+    f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to"
 )
+_ADVICE += " start over; another name (--name, trainer.experiment_name) starts a separate run"
 _locks: dict[Path, int] = {}
 """Folder -> descriptor of its lock file, which stays open until this process ends."""
 
@@ -82,8 +82,7 @@ def check(config: DictConfig, start: str = "") -> bool:
         raise RunRefused(f"trainer.checkpoint_callback_class={callback}: was removed in oar_plugin 0.4.0; {instead}")
     if only_validates(config):
         return False
-    folder = _folder(config)
-    record = record_of(folder)
+    record = record_of(folder := _folder(config))
     differing = _differences(record, config)
     if differing and start != "resume":
         values = [f"  {key}: {json.dumps(old)} there, {json.dumps(new)} now" for key, (old, new) in differing.items()]

@@ -1,7 +1,4 @@
-"""What `algorithm.oar.dump` asks for, at the steps that it names: a file for `oar inspect`, and one group on dashboards.
-
-No fault in it stops the run: a metric counts it, and the log says it once.
-"""
+"""What `algorithm.oar.dump` asks for, at the steps that it names: a file for `oar inspect`, and one group on dashboards."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -132,8 +129,8 @@ def _read(credit: TokenCredit, batch: QueuedBatch, rows: list[int]) -> tuple[Pad
     measures = padded(MEASURES) if MEASURES in columns else weight_BL[:, :0]
     predicted = [len(row) > len(MEASURE_NAMES) and bool(row[len(MEASURE_NAMES)]) for row in measures]
     given = advantage_BL, importance_BL, segments_BL, weight_BL, batch.status_B[rows], torch.tensor(predicted)
-    credited = CreditedBatch(batch.step, *given)
-    return PaddedBatch(padded("responses"), response_BL, response_BL, own_BL), credited, known
+    shown = PaddedBatch(padded("responses"), response_BL, response_BL, own_BL)
+    return shown, CreditedBatch(batch.step, *given), known
 
 
 def _wandb(logger: Any, step: int, responses: Sequence[Response], header: Header) -> None:

@@ -6,10 +6,10 @@ Shapes: P problems, K responses to each, S seeds (training runs of one method).
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from statistics import multimode
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,8 +62,7 @@ def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Met
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """Return maj@K of one problem: the mean grade of the responses with the most frequent answer (or answers); None is none."""
-    votes = Counter(answer for answer in answers if answer is not None)
-    chosen = [answer for answer, count in votes.items() if count == max(votes.values())]
+    chosen = multimode(answer for answer in answers if answer is not None)
     grades = [right for answer, right in zip(answers, correct, strict=True) if answer in chosen]
     return float(np.mean(grades or [False]))
 
