@@ -27,8 +27,7 @@ from oar_plugin.hosts.verl.settings import draw_seed
 from oar_plugin.output import say, write_whole
 from oar_plugin.runs.recipe import flat
 
-START = "OAR_START"
-"""Environment variable: `resume` continues a run whose settings have changed."""
+START = "OAR_START"  # environment variable: `resume` continues a run whose settings have changed
 RECORD, LOCK = "run.yaml", "run.lock"
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
@@ -41,8 +40,7 @@ _ADVICE = (
     f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to"
 )
 _ADVICE += " start over; another name (--name, trainer.experiment_name) starts a separate run"
-_locks: dict[Path, int] = {}
-"""Folder -> descriptor of its lock file, which stays open until this process ends."""
+_locks: dict[Path, int] = {}  # folder -> descriptor of its lock file, which stays open until this process ends
 
 
 class RunRefused(ValueError):

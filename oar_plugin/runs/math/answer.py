@@ -25,6 +25,8 @@ from oar_plugin.credit.answer import OPTION, find_in_turns, make_finder, parts_o
 
 _nfkc = functools.partial(unicodedata.normalize, "NFKC")
 _find, _find_box = make_finder(OarConfig().answer_patterns), make_finder(("boxed",))
+_PATTERNS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_WORDS = SimpleNamespace(**{name: regex.compile(pattern, regex.VERBOSE) for name, pattern in _PATTERNS.items()})
 
 # What math-verify cannot read, or reads otherwise: `3e2` as 3 times e times 2, `10 000` as 0. In this order.
 _SIGNS: Any = {"∞": r"\infty ", "·": r"\cdot ", "×": r"\times ", "°": r"^\circ ", "、": ",", "−": "-", "⁄": "/"}
@@ -47,16 +49,8 @@ _NOTATION: list[tuple[str, Any]] = [
     (r"(?:√|(?<![\\A-Za-z])sqrt)\s*(\([^()]*\)|\d+(?:\.\d+)?|[A-Za-z]|\\d?frac\{[^{}]*\}\{[^{}]*\})", r"\\sqrt{\1}"),
     (r"√|(?<![\\A-Za-z])sqrt", r"\\sqrt"),
     (r"(?<![\w.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
-    (
-        r"(?<![\w.^}])(?:(\d+(?:\.\d+)?|\.\d+)[eE]|(?<!/)(\d+(?:\.\d+)?|\.\d+)\s*(?:\\times|\\cdot|\\ast|[*•]|[xX](?=\s*10\s*\^))\s*\{?10\}?\s*"
-        r"(?:\^|\*\*)\s*(\{\s*)?)([+-]?\d{1,3})(?(3)\s*\}|(?![\w.^{]))",
-        lambda m: f"{Decimal(m[1] or m[2]).scaleb(int(m[4])):f}",
-    ),
+    (_WORDS.scientific, lambda m: f"{Decimal(m[1] or m[2]).scaleb(int(m[4])):f}"),
 ]
-_PATTERNS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-_WORDS = SimpleNamespace(**{name: regex.compile(pattern, regex.VERBOSE) for name, pattern in _PATTERNS.items()})
-_LETTER = regex.compile(r"\(?[A-Z]\)?")
-_FOLDED = r"[\s'’\u0300-\u036f]|(?<=\p{L})\.|(?<![\d.])0+(?=\d)"
 
 
 def final_answer(response: str | Sequence[str], truths: Sequence[str] = ()) -> str | None:
@@ -68,7 +62,7 @@ def final_answer(response: str | Sequence[str], truths: Sequence[str] = ()) -> s
     if (found := find_in_turns(_find, turns)) is None:
         return None
     turn, answer = turns[found[0]], found[1]
-    if truths and not any(map(_LETTER.fullmatch, truths)) and OPTION.fullmatch(turn, answer.start, answer.end):
+    if truths and not any(map(_WORDS.letter.fullmatch, truths)) and OPTION.fullmatch(turn, answer.start, answer.end):
         answer = _find_box(turn) or answer
     return ", ".join(dict.fromkeys(parts_of(turn, answer)))
 
@@ -79,7 +73,7 @@ def compare(ground_truth: str, answer: str) -> bool | None:
     Decimals are compared to six places; numbers below 0.01 to five significant digits.
     """
     truth, given = _plain(ground_truth), _plain(answer)
-    if _LETTER.fullmatch(truth) and (option := _WORDS.option.match(_WORDS.before.sub("", given))):
+    if _WORDS.letter.fullmatch(truth) and (option := _WORDS.option.match(_WORDS.before.sub("", given))):
         return option[1] == truth.strip("()")
     truth, given = _mathematics(truth), _mathematics(given)
     if "".join(truth.split()) == "".join(given.split()):
@@ -115,8 +109,7 @@ def _mathematics(plain: str) -> str:
         units = all(map(_WORDS.unit.fullmatch, regex.split(r"(?:[\s,/-]|\\cdot)+", words.strip(" /-,"))))
         return "" if units and not _WORDS.other_meaning.search(match[0]) else match[0]
 
-    reason = r"(?s)\s*(?:[,;(–—-]\s*|\s)(?:because|since|which|therefore|thus|hence|so)\b.*|\s+\([a-z' -]{4,}\)$"
-    if r"\begin" in (plain := regex.sub(reason, "", plain)):
+    if r"\begin" in (plain := _WORDS.reason.sub("", plain)):
         return plain
     bare = regex.sub(r"\b(?:is|are|equals)\b", "=", _WORDS.behind.sub(unless_units, plain))
     return _WORDS.before.sub("", bare).lstrip(" ,;:=").rstrip(" .,;:") or plain
@@ -128,7 +121,7 @@ def _parse(text: str) -> list[Any]:
     texts = regex.split(r"\s*(?:[,;&]|\band\b|\bor\b)\s*", text.strip("\\{} "))
     if all(map(_WORDS.name.fullmatch, texts)):  # folded in case and accents; several of them in any order
         folded = [unicodedata.normalize("NFKD", each.casefold()) for each in texts]
-        return [", ".join(sorted(regex.sub(_FOLDED, "", each) for each in folded))]
+        return [", ".join(sorted(_WORDS.folded.sub("", each) for each in folded))]
     # Between dollar signs, all of the text is one expression. math-verify knows a percentage by the sign behind them.
     number = text.rstrip("%\\ ")
     return list(parse(f"$${number}$${text[len(number) :]}", [LatexExtractionConfig()], parsing_timeout=None))
