@@ -77,7 +77,7 @@ def padded_batch(step: int, batch: DataProto, status_B: Tensor, more: Mapping[st
 
 
 def show(credit: TokenCredit, batch: QueuedBatch, loggers: Mapping[str, Any]) -> dict[str, float]:
-    """Shows some groups of a batch if it is time to. Returns metrics: faults of files and dashboards, 1 or 0, and the seconds."""
+    """Shows some groups of a batch if it is time to. Returns metrics: faults of files and dashboards, 1 or 0, and seconds."""
     boards = [name for name in DASHBOARDS if name in loggers]
     metrics = ({DUMP_FAILED: 0.0} if credit.dumps.folder else {}) | ({DASHBOARD_FAILED: 0.0} if boards else {})
     if not metrics or not credit.dumps.due(batch.step):
