@@ -1,7 +1,6 @@
 """Types of arguments, which refuse a value before anything heavy is imported; and the message for missing packages."""
 
 import argparse
-import math
 import sys
 from importlib.util import find_spec
 
@@ -40,18 +39,16 @@ def positive(text: str) -> int:
     return whole(text, least=1)
 
 
-def number(text: str) -> float:
+def number(text: str, most: float = sys.float_info.max) -> float:
     """A number above 0."""
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    if not 0 < float(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0{' and at most 1' * (most == 1)}")
     return float(text)
 
 
 def share(text: str) -> float:
     """A number above 0, at most 1."""
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and at most 1")
-    return float(text)
+    return number(text, most=1)
 
 
 def listed(text: str) -> list[str]:

@@ -5,7 +5,6 @@ import os
 import sys
 from pathlib import Path
 
-from oar_plugin.cli.arguments import missing_package
 from oar_plugin.output import say
 from oar_plugin.runs.math.sources import SOURCES, DataError, data_folder, prepare
 
@@ -30,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0, or 1 if a package or a data set is missing. The message says what to do."""
     try:
         out = args.out or data_folder()
         out.mkdir(parents=True, exist_ok=True)
@@ -39,8 +37,6 @@ def run(args: argparse.Namespace) -> int:
         for name in dict.fromkeys(args.names):
             for split in SOURCES[name].splits:
                 say(f"{out / name / split}.parquet: {prepare(name, split, out, args.local)}")
-    except ModuleNotFoundError as error:
-        return missing_package("data", error.name)
     except (DataError, OSError) as error:
         say(f"oar data: {error}{'; --out names another folder' * (not args.out)}", sys.stderr)
         return 1

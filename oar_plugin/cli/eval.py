@@ -57,7 +57,6 @@ def _method(text: str) -> tuple[str, list[str]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0; 1 if something is missing or fails; 2 for wrong input. The message says what to do."""
     methods, baseline = dict(args.checkpoints), args.baseline or args.checkpoints[0][0]
     if len(methods) < len(args.checkpoints) or baseline not in methods or (args.k > 1 and args.temperature == 0):
         rules = "NAMEs must differ, --baseline must be one of them, and --temperature 0 needs --k 1"
@@ -78,7 +77,6 @@ def _tell(text: object) -> None:
 
 
 def _evaluate(args: argparse.Namespace, methods: dict[str, list[str]], baseline: str) -> str:
-    """Write results.json and table.md, and return the table."""
     from oar_plugin.runs.evaluate.responses import read_problems, responses_of
     from oar_plugin.runs.evaluate.table import Metrics, as_markdown, grade, tables_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import TemplateError
 from yaml import YAMLError
 
-from oar_plugin.cli.arguments import listed, missing_package
+from oar_plugin.cli.arguments import listed
 from oar_plugin.output import say, write_whole
 from oar_plugin.page.record import header_for
 from oar_plugin.page.sources import TOKENS, read, steps_text
@@ -54,15 +54,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check(args, places, settings)
         return _show(args, places, settings)
-    except ModuleNotFoundError as error:
-        return missing_package("inspect", error.name)
     except (ValueError, YAMLError, TemplateError) as error:  # of a setting and of a model's chat template
         say(f"oar inspect: {error}", sys.stderr)
         return 2
 
 
 def _check(args: argparse.Namespace, places: list[Path], settings: list[str]) -> None:
-    """Raise ValueError if the arguments do not fit each other."""
     for_models = settings or (["--importance"] if args.importance else [])
     for_pages = [f"--{name}" for name in ("open", "out") if getattr(args, name)]
     if not places:

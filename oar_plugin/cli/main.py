@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from oar_plugin import __version__
+from oar_plugin.cli.arguments import missing_package
 from oar_plugin.output import did_you_mean, printable, say
 
 COMMANDS = {
@@ -71,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = int(importlib.import_module(f"oar_plugin.cli.{command}").run(parsed))
         sys.stdout.flush()
         return status
+    except ModuleNotFoundError as error:
+        return missing_package(command, error.name)
     except BrokenPipeError:  # of `oar ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -111,9 +111,8 @@ def _read(file: Path) -> Iterator[tuple[str, Text]]:
 
 def _load(checkpoint: str) -> tuple[Any, Any]:
     path = find(checkpoint, lambda message: say(f"oar inspect: {message}", sys.stderr))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
     try:
-        dtype = torch.float32 if device == "cpu" else "auto"
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
         return model.to(device).eval(), AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, UnpicklingError) as error:

@@ -12,8 +12,7 @@ from oar_plugin.output import logger, times, write_whole
 from oar_plugin.page.record import Header, Response, is_right
 from oar_plugin.page.sources import step_of
 
-DUMP_FAILED = "oar/dump_failed"
-"""A metric of every step, where dumps are asked for."""
+DUMP_FAILED = "oar/dump_failed"  # a metric of every step, where dumps are asked for
 
 
 class Sibling(NamedTuple):
@@ -71,9 +70,8 @@ class Dumps:
         assert self.folder is not None
         lines = [header.line(), *(response.line() for response in responses)]
         write_whole(self.folder / f"step_{step:06d}.jsonl", "".join(lines))
-        if not self._begun:
+        if not self._begun:  # after a resume the run does later steps again
             self._begun = True
-            # After a resume: the run does later steps again.
             later = [file for file in self.folder.glob("step_*.jsonl") if step_of(file) > step]
             for file in later:
                 file.replace(f"{file}.discarded")
@@ -89,5 +87,4 @@ class Dumps:
             metrics.update(dict.fromkeys(names, 1.0))
             if times(self.folder, what, *names) == 1:
                 text = "step %d: %s failed: %r. Training goes on; %s counts it, and this is not said again"
-                said = step, what, error, ", ".join(names)
-                logger.warning(text, *said, exc_info=not isinstance(error, OSError))
+                logger.warning(text, step, what, error, ", ".join(names), exc_info=not isinstance(error, OSError))

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import distributions
 from typing import TYPE_CHECKING, Any
 
@@ -100,12 +101,9 @@ class Response:
         return json.dumps(vars(self)) + "\n"
 
 
-_RESPONSE, _HEADER = TypeAdapter(Response), TypeAdapter(Header)
-
-
-def parse_response(line: str) -> Response:
-    """Reads a line of a dump. ValueError: it is another line, or only a part of one."""
-    return _RESPONSE.validate_json(line, strict=True)
+parse_response = partial(TypeAdapter(Response).validate_json, strict=True)
+"""Reads a line of a dump. ValueError: it is another line, or only a part of one."""
+_HEADER = TypeAdapter(Header)
 
 
 def parse_header(line: str) -> Header:

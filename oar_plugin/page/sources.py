@@ -8,8 +8,7 @@ from pathlib import Path
 
 from oar_plugin.page.record import Header, Response, Weighing, fault_in, parse_header, parse_response
 
-TOKENS = 400_000
-"""Default limit, for a page of a few megabytes. Steps that the user names have no limit."""
+TOKENS = 400_000  # default limit, for a page of a few megabytes; steps that the user names have no limit
 
 
 @dataclass(frozen=True)

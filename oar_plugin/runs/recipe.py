@@ -1,7 +1,6 @@
 """Recipes: a folder with `recipe.yaml` (model, cluster, data) and two entry points, `oar.yaml` and `grpo.yaml`.
 
-Each entry point adds three lines to `recipe.yaml`, which extends verl's own `ppo_trainer` through Hydra's `pkg://`. The
-functions raise `RecipeError` for a recipe that cannot run, also for one with a key that verl does not know.
+Each entry point adds three lines to `recipe.yaml`, which extends verl's own `ppo_trainer` through Hydra's `pkg://`.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RecipeError(ValueError):
-    """The recipe does not exist, is not a valid configuration, or cannot run. The message says what to do."""
+    """The recipe does not exist, is not valid, has a key that verl lacks, or cannot run. The message says what to do."""
 
 
 def recipes_folder() -> Path:
@@ -51,10 +50,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
 
 
 def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] = ()) -> DictConfig:
-    """Return the configuration that `python -m verl.trainer.main_ppo --config-path FOLDER --config-name VARIANT ...` would run.
-
-    verl is imported, which takes seconds, only for config groups of its other plugins.
-    """
+    """Return the configuration that verl's `main_ppo --config-path FOLDER --config-name VARIANT OVERRIDES` would run."""
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
@@ -70,7 +66,7 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         raise RecipeError(fault)
     others = any(not plugin.value.startswith("oar_plugin.") for plugin in entry_points(group="verl.plugins"))
     if others and any(re.match(r"\+\w+=", word) for word in overrides):
-        import verl  # noqa: F401  `+GROUP=NAME`: verl's other plugins add their groups when it is imported
+        import verl  # noqa: F401  it takes seconds; `+GROUP=NAME`: other plugins add their groups when it is imported
 
     try:
         paths = [path for name in (variant, "recipe") if (path := folder / f"{name}.yaml").is_file()]
@@ -78,10 +74,9 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         # Its folder in place of verl's package, which would be imported.
         places = (str(place) for place in OmegaConf.select(files[paths[0]], "hydra.searchpath") or [])
         found = [f"file://{config_folder()}" if place == "pkg://verl.trainer.config" else place for place in places]
-        search_path = f"hydra.searchpath={json.dumps(found, ensure_ascii=False)}"
         started = command_line([*entry_point(folder, variant), *overrides])
         with started, initialize_config_dir(str(folder.resolve()), version_base=None):
-            config = compose(variant, [*overrides, search_path])
+            config = compose(variant, [*overrides, f"hydra.searchpath={json.dumps(found, ensure_ascii=False)}"])
         # In a file Hydra accepts an unknown key, and verl then runs with its default for the key that was meant.
         given = [(key, path) for path, file in files.items() for key, _ in flat(OmegaConf.to_container(file))]
         verls = _verls(config.model_engine)

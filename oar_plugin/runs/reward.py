@@ -5,9 +5,7 @@ in a thread. A comparison that hangs or uses too much memory is killed; the rewa
 default of `algorithm.oar.answer_patterns` finds: a box before `#### ...` and `the answer is ...`.
 """
 
-import atexit
 import threading
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
@@ -40,9 +38,7 @@ def compute_score(
     processes: int = 2,
     **_: Any,
 ) -> dict[str, Any]:
-    """Grade one response. The ground truth is plain text (`72`), LaTeX or a number; of several, any is right.
-
-    Of a response with several turns only the model's own are read (`own_turns`).
+    """Grade a model's own turns of a response. The ground truth is text (`72`), LaTeX or a number; of several, any is right.
 
     verl's `reward_kwargs` sets `timeout_s`, the limit of one comparison, and `processes`, which compare answers for each of its
     `reward.num_workers`. The first call in a process sets both; later values have no effect.
@@ -52,7 +48,7 @@ def compute_score(
         math-verify), `failed` (timed out or crashed): 1.0 if this is why no answer was compared, else 0.0. `extracted_answer`:
         the answer's text. All keys are always present: verl makes a column of each.
     """
-    truths, pool, answer = list(_truths(ground_truth)), start_pool(processes, timeout_s), None
+    truths, pool, answer = _truths(ground_truth), start_pool(processes, timeout_s), None
     row: dict[str, Any] = dict.fromkeys(("score", "acc", "no_truth", "no_answer", "unparsed", "failed"), 0.0)
     try:
         answer = pool.run(final_answer, own_turns(solution_str or "", extra_info), truths)
@@ -68,10 +64,8 @@ def compute_score(
         return row | {"no_answer": 1.0 - row["failed"]}
     if any("".join(answer.split()) == "".join(truth.split()) for truth in truths):
         return row | {"score": 1.0, "acc": 1.0}
-    if len(answer) > LONGEST_ANSWER:
-        return row | {"unparsed": 1.0}
     row["unparsed"] = 1.0
-    for truth in truths:
+    for truth in truths if len(answer) <= LONGEST_ANSWER else ():
         try:
             equal = pool.run(compare, truth, answer)
         except TaskFailed as error:
@@ -84,15 +78,14 @@ def compute_score(
     return row
 
 
-def _truths(value: Any) -> Iterator[str]:
-    """Yield each ground truth as text. Only text, finite numbers and lists of them have any."""
+def _truths(value: Any) -> list[str]:
+    """Return each ground truth as text. Only text, finite numbers and lists of them have any."""
     value = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
     if isinstance(value, (list, tuple, set, frozenset)):
-        for each in value:
-            yield from _truths(each)
+        return [text for each in value for text in _truths(each)]
+    text = str(value).strip() if isinstance(value, (str, int, float, Decimal)) else ""
     # The text of a finite number has no "n", as those of NaN and infinity have.
-    elif isinstance(value, (str, int)) or (isinstance(value, (float, Decimal)) and "n" not in str(value).lower()):
-        yield from filter(None, [str(value).strip()])
+    return [text] if text and (isinstance(value, (str, int)) or "n" not in text.lower()) else []
 
 
 def _say(message: str, kind: str, *values: Any) -> None:
@@ -105,7 +98,5 @@ def start_pool(processes: int, timeout_s: float) -> GuardedPool:
     """Return this process's pool for comparing answers. The first call creates it; later calls ignore their arguments."""
     global _pool
     with _lock:
-        if _pool is None:
-            _pool = GuardedPool(processes, timeout_s, warm_up)
-            atexit.register(_pool.close)
+        _pool = _pool or GuardedPool(processes, timeout_s, warm_up)  # pebble ends its processes when this one ends
         return _pool

@@ -27,8 +27,7 @@ from oar_plugin.hosts.verl.settings import draw_seed
 from oar_plugin.output import say, write_whole
 from oar_plugin.runs.recipe import flat
 
-START = "OAR_START"
-"""Environment variable: `resume` continues a run whose settings have changed."""
+START = "OAR_START"  # environment variable: `resume` continues a run whose settings have changed
 RECORD, LOCK = "run.yaml", "run.lock"
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
@@ -38,11 +37,10 @@ _DEFAULTS: dict[str, Any] = {PREFIX: {}, **{f"{PREFIX}.{key}": value for key, va
 """What a key of OAR's settings is where it is missing: another version recorded the run, and keys leave and are added."""
 _changes_nothing = re.compile("|".join(map(translate, _IGNORED))).match
 _ADVICE = (
-    f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to start "
-    "over; another name (--name, trainer.experiment_name) starts a separate run"
+    f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to"
 )
-_locks: dict[Path, int] = {}
-"""Folder -> descriptor of its lock file, which stays open until this process ends."""
+_ADVICE += " start over; another name (--name, trainer.experiment_name) starts a separate run"
+_locks: dict[Path, int] = {}  # folder -> descriptor of its lock file, which stays open until this process ends
 
 
 class RunRefused(ValueError):
@@ -82,8 +80,7 @@ def check(config: DictConfig, start: str = "") -> bool:
         raise RunRefused(f"trainer.checkpoint_callback_class={callback}: was removed in oar_plugin 0.4.0; {instead}")
     if only_validates(config):
         return False
-    folder = _folder(config)
-    record = record_of(folder)
+    record = record_of(folder := _folder(config))
     differing = _differences(record, config)
     if differing and start != "resume":
         values = [f"  {key}: {json.dumps(old)} there, {json.dumps(new)} now" for key, (old, new) in differing.items()]

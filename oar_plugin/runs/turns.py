@@ -1,7 +1,4 @@
-"""Which part of a transcript the model wrote itself: verl gives a reward all that was decoded, with tools' and users' turns.
-
-verl's agent loops count turns: two are a question and its answer.
-"""
+"""Which part of a transcript the model wrote itself: verl gives a reward all that was decoded, with tools' and users' turns."""
 
 import re
 from collections.abc import Mapping
@@ -30,7 +27,7 @@ def own_turns(transcript: str, extra_info: Any = None) -> list[str]:
     known = extra_info if isinstance(extra_info, Mapping) else {}
     said, count = known.get("messages"), known.get("num_turns")
     count = count if isinstance(count, Integral) else None
-    if count is not None and count <= 2:
+    if count is not None and count <= 2:  # verl's agent loops count a question and its answer as two
         return [transcript]
     messages = [one for one in (said if isinstance(said, list) else ()) if isinstance(one, Mapping)]
     contents = [one.get("content") for one in messages if one.get("role") == "assistant"]
@@ -45,9 +42,6 @@ def own_turns(transcript: str, extra_info: Any = None) -> list[str]:
         begin, own = head.end(), head.lastgroup in ("own", "assistant")
     turns += [transcript[begin:]] * own
     if count is not None and not heads:
-        warn_once(
-            "the reward cannot tell the model's turns from others' (num_turns=%s): an answer in a tool's text may be rewarded; "
-            "see oar/answer_mismatch. Put the chat's `messages` into extra_info",
-            count,
-        )
+        text = "the reward cannot tell the model's turns from others' (num_turns=%s): an answer in a tool's text may be"
+        warn_once(f"{text} rewarded; see oar/answer_mismatch. Put the chat's `messages` into extra_info", count)
     return [turn for turn in turns if turn.strip()]

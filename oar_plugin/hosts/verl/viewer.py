@@ -77,10 +77,7 @@ def padded_batch(step: int, batch: DataProto, status_B: Tensor, more: Mapping[st
 
 
 def show(credit: TokenCredit, batch: QueuedBatch, loggers: Mapping[str, Any]) -> dict[str, float]:
-    """Shows some groups of a batch if it is time to; `loggers` are verl's, by name.
-
-    Returns metrics: whether files and dashboards failed, 1 or 0, and the seconds of a step at which something was shown.
-    """
+    """Shows some groups of a batch if it is time to. Returns metrics: faults of files and dashboards, 1 or 0, and seconds."""
     boards = [name for name in DASHBOARDS if name in loggers]
     metrics = ({DUMP_FAILED: 0.0} if credit.dumps.folder else {}) | ({DASHBOARD_FAILED: 0.0} if boards else {})
     if not metrics or not credit.dumps.due(batch.step):
@@ -129,8 +126,8 @@ def _read(credit: TokenCredit, batch: QueuedBatch, rows: list[int]) -> tuple[Pad
     measures = padded(MEASURES) if MEASURES in columns else weight_BL[:, :0]
     predicted = [len(row) > len(MEASURE_NAMES) and bool(row[len(MEASURE_NAMES)]) for row in measures]
     given = advantage_BL, importance_BL, segments_BL, weight_BL, batch.status_B[rows], torch.tensor(predicted)
-    credited = CreditedBatch(batch.step, *given)
-    return PaddedBatch(padded("responses"), response_BL, response_BL, own_BL), credited, known
+    shown = PaddedBatch(padded("responses"), response_BL, response_BL, own_BL)
+    return shown, CreditedBatch(batch.step, *given), known
 
 
 def _wandb(logger: Any, step: int, responses: Sequence[Response], header: Header) -> None:

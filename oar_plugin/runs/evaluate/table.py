@@ -6,10 +6,10 @@ Shapes: P problems, K responses to each, S seeds (training runs of one method).
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from statistics import multimode
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,8 @@ Tables = dict[str, dict[str, dict[str, Estimate]]]  # metric -> row -> column
 
 def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Metrics, float]:
     """Grade the responses to each problem, but equal answers once. Also return the share of responses without an answer."""
-    texts = [(place, text) for place, row in enumerate(responses) for text in row]
-    keys = [(place, final_answer(text)) for place, text in texts]
-    text_of = dict(zip(keys, (text for _, text in texts), strict=True))  # the reward takes a whole response
+    given = [((place, final_answer(text)), text) for place, row in enumerate(responses) for text in row]
+    keys, text_of = [key for key, _ in given], dict(given)  # the reward takes a whole response
     processes = max(2, min(16, os.cpu_count() or 2))
     pool = reward.start_pool(processes, timeout_s=10.0)  # the reward uses it, too
 
@@ -62,8 +61,7 @@ def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Met
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """Return maj@K of one problem: the mean grade of the responses with the most frequent answer (or answers); None is none."""
-    votes = Counter(answer for answer in answers if answer is not None)
-    chosen = [answer for answer, count in votes.items() if count == max(votes.values())]
+    chosen = multimode(answer for answer in answers if answer is not None)
     grades = [right for answer, right in zip(answers, correct, strict=True) if answer in chosen]
     return float(np.mean(grades or [False]))
 
@@ -79,7 +77,7 @@ def estimate(values: Sequence[Values], minus: Sequence[Values] | None = None) ->
     differences = [block.mean(axis=0) - other.mean(axis=0) for block, other in zip(values, base, strict=True)]
     mean = float(np.mean([each.mean() for each in differences]))
     # (summand of the variance, its degrees of freedom); 0 degrees: the summand could not be estimated.
-    parts = [(_variance(each) / len(each) / len(values) ** 2, len(each) - 1) for each in differences]
+    parts = [(each.var(ddof=len(each) > 1) / len(each) / len(values) ** 2, len(each) - 1) for each in differences]
     parts += [(_between_seeds(blocks), len(blocks[0]) - 1) for blocks in (values, base)]
     variance = sum(part for part, _ in parts)
     spread = sum(part**2 / freedom for part, freedom in parts if freedom > 0)
@@ -95,11 +93,7 @@ def _between_seeds(blocks: Sequence[Values]) -> float:
         rest = block - block.mean(axis=0) - block.mean(axis=1, keepdims=True) + block.mean()
         if freedom := (seeds - 1) * (block.shape[1] - 1):
             by_chance += float((rest**2).sum()) / freedom / block.shape[1] / len(blocks) ** 2
-    return max(0.0, _variance(np.mean([block.mean(axis=1) for block in blocks], axis=0)) - by_chance) / seeds
-
-
-def _variance(values: Values) -> float:
-    return float(values.var(ddof=1)) if len(values) > 1 else 0.0
+    return max(0.0, np.mean([block.mean(axis=1) for block in blocks], axis=0).var(ddof=seeds > 1) - by_chance) / seeds
 
 
 def tables_of(results: Results, baseline: str) -> Tables:

@@ -10,9 +10,12 @@ import logging
 import unicodedata
 from collections.abc import Sequence
 from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import regex
+import yaml
 from math_verify import LatexExtractionConfig, parse, verify
 from math_verify.grader import unwrap_eq
 from sympy import Eq, log, nsimplify
@@ -22,6 +25,8 @@ from oar_plugin.credit.answer import OPTION, find_in_turns, make_finder, parts_o
 
 _nfkc = functools.partial(unicodedata.normalize, "NFKC")
 _find, _find_box = make_finder(OarConfig().answer_patterns), make_finder(("boxed",))
+_PATTERNS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_WORDS = SimpleNamespace(**{name: regex.compile(pattern, regex.VERBOSE) for name, pattern in _PATTERNS.items()})
 
 # What math-verify cannot read, or reads otherwise: `3e2` as 3 times e times 2, `10 000` as 0. In this order.
 _SIGNS: Any = {"∞": r"\infty ", "·": r"\cdot ", "×": r"\times ", "°": r"^\circ ", "、": ",", "−": "-", "⁄": "/"}
@@ -44,41 +49,8 @@ _NOTATION: list[tuple[str, Any]] = [
     (r"(?:√|(?<![\\A-Za-z])sqrt)\s*(\([^()]*\)|\d+(?:\.\d+)?|[A-Za-z]|\\d?frac\{[^{}]*\}\{[^{}]*\})", r"\\sqrt{\1}"),
     (r"√|(?<![\\A-Za-z])sqrt", r"\\sqrt"),
     (r"(?<![\w.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
-    (
-        r"(?<![\w.^}])(?:(\d+(?:\.\d+)?|\.\d+)[eE]|(?<!/)(\d+(?:\.\d+)?|\.\d+)\s*(?:\\times|\\cdot|\\ast|[*•]|[xX](?=\s*10\s*\^))\s*\{?10\}?\s*"
-        r"(?:\^|\*\*)\s*(\{\s*)?)([+-]?\d{1,3})(?(3)\s*\}|(?![\w.^{]))",
-        lambda m: f"{Decimal(m[1] or m[2]).scaleb(int(m[4])):f}",
-    ),
+    (_WORDS.scientific, lambda m: f"{Decimal(m[1] or m[2]).scaleb(int(m[4])):f}"),
 ]
-# Words around a number that say nothing about it. With other words, math-verify finds no number.
-_BEFORE = regex.compile(
-    r"(?i:^\s*(?:(?:about|approx\w*\.?|roughly|around|exactly|precisely|simply|just|only|both|(?:a |the )?total(?: of)?"
-    r"|equals?(?: to)?|Rs\.?|option|choice|answer|[≈~:]|\\approx)\s*)+)|^\s*[A-Z]{3}(?=\s*\d)"
-    r"|^(?=[^=]*[A-Za-z]{3})[A-Za-z' ]+=(?=[^=]*$)"
-)
-_BEHIND = regex.compile(  # words behind a number or a formula, up to the end of a part
-    r"(?<=[\d.)}%π]|\\pi|(?<!\p{L})[a-z])(?:,?\s+|-|\s*/\s*(?=\p{L}{2})|(?=[^\x00-\u03ff]|(?:lb|oz|ft|ml|mi|yd|[kMGT][A-Z])\w?\b))"
-    r"((?:\p{L}|[\s/.'’-]|,\s|\\cdot\b|\^\s*\{?-?\d\}?)+?)(?=\s*(?:$|[,;=+)\]}]|-\s|\\\}|(?:and|or)\s(?!\p{L}{2})))"
-)
-# What no reader takes for mathematics there: `eggs`, `kWh`, `PCs`, `m`, but neither `x` nor `xyz`.
-_UNIT = regex.compile(
-    r"(?=.*[aeiou]).{3,}|.*[^\x00-\u03ff].*|[a-z]{0,2}[A-Z].+|[a-z][A-Z]|[acdkmnpµμ]?[mgl]|[hsAJKLNTVWΩ]|[a-z]{1,2}p[hms]"
-    r"|(?:.\.)+.?|(?:lb|oz|ft|yd|mi|in|hr|pt|qt|tb?sp|sq|cu)s?\.?"
-)
-_OTHER_MEANING = regex.compile(  # `5 million`, `5 and a half`, `5万`, `2 phi`
-    r"(?i)^\W*(?:and|or|but|not|than)\b|\b(?:one|two|zero|ten(?:th)?s?|alpha|beta|gamma|delta|theta|lambda|sigma|omega|p[hs]?i|abc"
-    r"|sin|cos|tan|log|mod)\b|\b(?:th(?:ree|ir)|four|fi[fv]|six|seven|eigh|nine|eleven|twel|twen|hundred|thousand|[a-z]+illion|dozen"
-    r"|hal[fv]|quarter|squared|cubed|factorial|least|most)|[万亿千百十半以或和到不]"
-)
-_FOLDED = r"[\s'’\u0300-\u036f]|(?<=\p{L})\.|(?<![\d.])0+(?=\d)"
-_OPTION = regex.compile(
-    r"\(?([A-Z])(?:$|(?:\s*[).:]|\s*(?:,|[–—]|-+\s)\s*(?=\p{L}{2}))"
-    r"(?!\s*(?:(?:and|or)\s+\(?[A-Z]\b|[,&/;]?\s*\(?[A-Z](?:[).:]|$))))"
-)
-_NAME = regex.compile(  # dates, times, versions; words, but no product of letters (`ab`, `xyz`)
-    r"\d\d?:[0-5]\d(?::\d\d)?|\d{4}([-/])\d\d?\1\d\d?|\d\d?([-/.])\d\d?\2\d{4}|\d\d?/\d\d?/\d\d|\d+(?:\.\d+){2,}"
-    r"|(?=.*\p{L}{2})(?=[A-Z]|.*[^\x00-\u03ff]|(?=.*\p{L}{3}).*(?:[aeiou]|[^\x00-\x7f]))\p{L}+(?:[\s'’.-]+\p{L}+)*"
-)
 
 
 def final_answer(response: str | Sequence[str], truths: Sequence[str] = ()) -> str | None:
@@ -90,10 +62,11 @@ def final_answer(response: str | Sequence[str], truths: Sequence[str] = ()) -> s
     turns = [response] if isinstance(response, str) else response
     if (found := find_in_turns(_find, turns)) is None:
         return None
-    (number, answer), letter = found, regex.compile(r"\(?[A-Z]\)?")
-    if truths and not any(map(letter.fullmatch, truths)) and OPTION.fullmatch(turns[number], answer.start, answer.end):
-        answer = _find_box(turns[number]) or answer
-    parts = list(dict.fromkeys(parts_of(turns[number], answer)))
+    turn, answer = turns[found[0]], found[1]
+    letter = any(_WORDS.letter.fullmatch(_plain(truth)) for truth in truths)
+    if truths and not letter and OPTION.fullmatch(turn, answer.start, answer.end):
+        answer = _find_box(turn) or answer
+    parts = list(dict.fromkeys(parts_of(turn, answer)))
     if len(parts) > 1 and any(all(compare(truth, part) for part in parts) for truth in truths):
         return parts[-1]
     return ", ".join(parts)
@@ -105,14 +78,13 @@ def compare(ground_truth: str, answer: str) -> bool | None:
     Decimals are compared to six places; numbers below 0.01 to five significant digits.
     """
     truth, given = _plain(ground_truth), _plain(answer)
-    if regex.fullmatch(r"\(?[A-Z]\)?", truth) and (option := _OPTION.match(_BEFORE.sub("", given))):
+    if _WORDS.letter.fullmatch(truth) and (option := _WORDS.option.match(_WORDS.before.sub("", given))):
         return option[1] == truth.strip("()")
     truth, given = _mathematics(truth), _mathematics(given)
     if "".join(truth.split()) == "".join(given.split()):
         return True
     known, parts = _parse(truth), _parse(given)
-    exact = not regex.search(r"\\circ|_|%", answer)  # math-verify drops degrees and bases
-    if exact and any(map(_contradicts, parts)):
+    if not regex.search(r"\\circ|_|%", answer) and any(map(_contradicts, parts)):  # math-verify drops degrees and bases
         return False
     places = max(map(_leading_zeros, (*known, *parts)), default=0)
     # The pool limits the time. math-verify's own limit uses signals, which cannot interrupt a long operation on big numbers.
@@ -139,23 +111,22 @@ def _mathematics(plain: str) -> str:
 
     def unless_units(match: Any) -> str:
         words = regex.sub(r"\b(?:of|to|by|at|an?|on|as)\s|\^\s*\{?-?\d\}?", " ", match[1])
-        units = all(map(_UNIT.fullmatch, regex.split(r"(?:[\s,/-]|\\cdot)+", words.strip(" /-,"))))
-        return "" if units and not _OTHER_MEANING.search(match[0]) else match[0]
+        units = all(map(_WORDS.unit.fullmatch, regex.split(r"(?:[\s,/-]|\\cdot)+", words.strip(" /-,"))))
+        return "" if units and not _WORDS.other_meaning.search(match[0]) else match[0]
 
-    reason = r"(?s)\s*(?:[,;(–—-]\s*|\s)(?:because|since|which|therefore|thus|hence|so)\b.*|\s+\([a-z' -]{4,}\)$"
-    if r"\begin" in (plain := regex.sub(reason, "", plain)):
+    if r"\begin" in (plain := _WORDS.reason.sub("", plain)):
         return plain
-    bare = regex.sub(r"\b(?:is|are|equals)\b", "=", _BEHIND.sub(unless_units, plain))
-    return _BEFORE.sub("", bare).lstrip(" ,;:=").rstrip(" .,;:") or plain
+    bare = regex.sub(r"\b(?:is|are|equals)\b", "=", _WORDS.behind.sub(unless_units, plain))
+    return _WORDS.before.sub("", bare).lstrip(" ,;:=").rstrip(" .,;:") or plain
 
 
 @functools.lru_cache(maxsize=1024)  # all responses of a group have the same ground truth
 def _parse(text: str) -> list[Any]:
     """Return math-verify's parses of an expression; a string among them is no mathematics: words, or not parsed."""
     texts = regex.split(r"\s*(?:[,;&]|\band\b|\bor\b)\s*", text.strip("\\{} "))
-    if all(map(_NAME.fullmatch, texts)):  # folded in case and accents; several of them in any order
+    if all(map(_WORDS.name.fullmatch, texts)):  # folded in case and accents; several of them in any order
         folded = [unicodedata.normalize("NFKD", each.casefold()) for each in texts]
-        return [", ".join(sorted(regex.sub(_FOLDED, "", each) for each in folded))]
+        return [", ".join(sorted(_WORDS.folded.sub("", each) for each in folded))]
     # Between dollar signs, all of the text is one expression. math-verify knows a percentage by the sign behind them.
     number = text.rstrip("%\\ ")
     return list(parse(f"$${number}$${text[len(number) :]}", [LatexExtractionConfig()], parsing_timeout=None))

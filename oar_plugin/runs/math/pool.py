@@ -1,7 +1,4 @@
-"""A process pool that enforces time and memory limits on tasks, and that any thread can call: it kills a task's process.
-
-Limits by signal work only in the main thread, but verl computes rewards in other threads.
-"""
+"""A process pool that limits time and memory of tasks, in any thread (signals need the main one): it kills the process."""
 
 import multiprocessing
 import resource
@@ -16,8 +13,7 @@ from pebble import ProcessExpired, ProcessPool
 
 Result = TypeVar("Result")
 
-# `run` gives up on a stuck pool after this time. No task waits so long for a free process.
-_PATIENCE_S = 300.0
+_PATIENCE_S = 300.0  # then `run` gives up on a stuck pool; no task waits so long for a free process
 _MEMORY_BYTES = 4 * 1024**3
 _TASKS_PER_PROCESS = 20_000  # then a new process, because sympy's caches grow
 
@@ -43,8 +39,7 @@ class GuardedPool:
                 self._pool = self._new_pool()
             pool = self._pool
         try:
-            task = pool.schedule(_limited, [self._timeout_s, function, args], timeout=self._timeout_s)
-            return task.result(_PATIENCE_S)
+            return pool.schedule(_limited, [self._timeout_s, function, args], {}, self._timeout_s).result(_PATIENCE_S)
         except FutureTimeoutError as error:
             raise TaskFailed(f"{function.__name__} took longer than {self._timeout_s:g} s") from error
         except ProcessExpired as error:

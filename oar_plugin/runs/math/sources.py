@@ -30,17 +30,13 @@ class Source(NamedTuple):
     listed: bool = False  # whether `answer` lists parts, which the ground truth joins
 
 
-def _in_the_last_box(solution: str) -> str:
-    span = make_finder(("boxed",))(solution)
-    return solution[span.start : span.end] if span else ""
-
-
-def _after_hash(solution: str) -> str:
-    """Return `72` of `... <<48+24=72>>72 clips.\\n#### 72`, without the commas that group digits."""
-    return solution.partition("####")[2].replace(",", "")
-
-
-_READ = {"box": _in_the_last_box, "hash": _after_hash, "no_dollars": lambda text: text.replace("$", ""), "text": str}
+_find_box = make_finder(("boxed",))
+_READ: dict[str, Callable[[str], str]] = {
+    "box": lambda solution: solution[span.start : span.end] if (span := _find_box(solution)) else "",
+    "hash": lambda solution: solution.partition("####")[2].replace(",", ""),  # commas group digits: `#### 1,072`
+    "no_dollars": lambda text: text.replace("$", ""),
+    "text": str,
+}
 _SETS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 SOURCES = {name: Source(**{**of, "read": _READ[of.get("read", "text")]}) for name, of in _SETS.items()}
 
@@ -136,8 +132,7 @@ def rows_of(file: Path, kind: type[Row]) -> list[tuple[int, Row]]:
                 known = {column: value for column, value in given.items() if value is not None}
                 rows.append((number, of_kind.validate_python(known)))
         except ValidationError as error:
-            place = f"{file}, {'row' if is_table else 'line'} {number}"
-            raise DataError(f"{place}: {fault_in(error)}") from None
+            raise DataError(f"{file}, {'row' if is_table else 'line'} {number}: {fault_in(error)}") from None
     if not rows:
         raise DataError(f"{file}: holds no row")
     return rows
