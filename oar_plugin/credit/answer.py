@@ -60,21 +60,21 @@ _HASH = re.compile(r"####(?<!#####)(?!#)([^\n]*)")
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 # Two expressions: a single one would begin with optional words and be tried at every character of the text.
 _PROSE_MARKER = re.compile(
-    r"(?:[Aa]nswer|ANSWER)(?:[*_`]*(?:</\w+>)?\s*(?:(?:is|IS)\b[\s*_]*[:：]?|[:：])|(?:s are|S ARE)\b[\s*_]*[:：]?)"
+    r"(?:[Aa]nswer|ANSWER)(?:[*_`}]*(?:</\w+>)?\s*(?:(?:is|IS)\b[\s*_]*[:：]?|[:：])|(?:s are|S ARE)\b[\s*_]*[:：]?)"
 )
 _PROSE_LEAD = re.compile(r"[*_]*(?<![^\W_])(?:(?:the|my|our|final|correct)\s+){0,3}\Z", re.IGNORECASE)
 _LONGEST_LEAD = 40
 # A full stop inside a number or name ("3.14", "x.y") or behind an abbreviation ends no sentence; a tag or a new line does.
 _SENTENCE_END: Any = regex.compile(
-    r"(?i)\.(?!\w)(?<!\b(?:appr|approx|ca|cf|e\.g|eq|est|i\.e|max|resp|rs|viz|vs|dr|mr|mrs|ms|mt|st)\.)|[?。？！\n]|</\w+>"
+    r"(?i)\.(?!\w)(?<!\b(?:appr|approx|ca|cf|e\.g|eq|est|i\.e|max|resp|rs|viz|vs|dr|mr|mrs|ms|mt|st)\.)|[?。？！\n]|</\w+>|<[|｜]"
 )
 # What stands around an answer: white space, math mode, Markdown, HTML, and the end of a `\\text{` that the marker stands in.
 _LEADING_DECORATION = re.compile(
-    r"(?:[\s$*}]|\\[(\[]|__|_(?=\s)|~~|==|```(?=\s)|</?(?:b|strong|em|i|u|mark|span|p|code)>)*"
+    r"(?:[\s$*}]|\\[(\[]|__|_(?=\s)|~~|==|```(?=\s)|</?(?:b|strong|em|i|u|mark|span|p|code|br)>)*"
 )
 _TRAILING_DECORATION = "$", "*", ".", r"\)", r"\]", "__", "~~", "=="
 _PAIR = re.compile(
-    r"\(([^][(){},;]+)\)|\[([^][(){},;]+)\]|（([^（），]+)）|【([^【】]+)】|「([^「」]+)」|“([^“”]+)”|\"([^\"]+)\"|'([^']+)'|`+([^`]+)`+"
+    r"\(([^][(){},;]+)\)|\[([^][(){},;]+)\]|（([^（），]+)）|【([^【】]+)】|「([^「」]+)」|“([^“”]+)”|\"([^\"]+)\"|'([^']+)'|‘([^’]+)’|«([^»]+)»|_([^_]+)_|`+([^`]+)`+"
 )
 _BRACKETS = {"(": ")", "[": "]", "（": "）", "【": "】", "「": "」", "“": "”"}
 _BRACKET = re.compile(
@@ -82,7 +82,8 @@ _BRACKET = re.compile(
 )
 # What a response says behind its thoughts counts, even if the thoughts have a box. gpt-oss announces its answer's channel.
 END_OF_THOUGHTS = re.compile(
-    r"(?i)(?:[<\[]|◁)/(?:\w+:)?(?:think\w*|thought|reasoning)\s*[>\]▷]|<\|(?:/|end_?(?:of_?)?)(?:think\w*|thoughts?|reasoning)\|>"
+    r"(?i)(?:[<\[]|◁)/\|?(?:\w+[:_])?(?:think\w*|thoughts?|reasoning)\|?\s*[>\]▷]"
+    r"|[<\[][|｜]?(?:(?:/|end[_▁]?(?:of[_▁]?)?)(?:think\w*|thoughts?|reasoning)|(?:thinking|think|thoughts?|reasoning)_end)[|｜]?[>\]]"
     r"|(?:<\|channel\|>|assistant)final(?:<\|message\|>)?|<channel\|>"
 )
 # Words behind "####" are an answer ("East") only at the end of a response. With a word of group 1 they always are a heading.
@@ -92,28 +93,33 @@ _HEADING = re.compile(
 )
 # What an announcement introduces that is no value: a call, a program, a list, or the steps towards the answer.
 _INTRODUCED = re.compile(
-    r"(?i)[\s*_`]*(?:<\|?(?:\w*tool|function|python|search|code>)|\[\w*tool|\{\s*\"|(?<=``)`?[a-z]\w*\n|let(?:['’]s|\s+(?:us|me))\b"
-    r"|(?:first(?:ly)?|to start|step\s+\d+)\s*[,:]|(?:we|i)\s+(?:need|must|have|should|can|will|first|start|begin)\b"
-    r"|(?:1[.)]|step\s+1\b|[-+•])\s[^\n]{0,300}\n\s{0,9}(?:2[.)]|step\s+2\b|[-+•])\s)"
+    r"(?i)[\s*_`]*(?:<[|｜]?(?:\w*tool|function|python|search|invoke|execute|code>)|\[\w*tool|\[\w+\(|\{\s*\"|(?<=``)`?[a-z]\w*\n"
+    r"|let(?:['’]s|\s+(?:us|me))\b|(?:first(?:ly)?|next|then|to start|step\s+\d+)\s*[,:]|action\s*:|to (?:solve|find|get|compute)\b"
+    r"|(?:we|i)(?:['’]ll\b|\s+(?:need|must|have|should|can|will|first|start|begin|use|call|apply|am)\b)"
+    r"|(?:\(?[1a][.)]|step\s+1\b|[-+•])\s[^\n]{0,300}\n\s{0,9}[*_]*(?:\(?[2b][.)]|step\s+2\b|[-+•])\s)"
     r"|[^\S\n]*\n\s*(?:\*\s[^\n]{0,300}\n\s{0,9}\*\s|1[.)]\s+[^\W\d])"
 )
 # A letter as the answer to a multiple-choice question, with or without the words of that option.
-OPTION = re.compile(r"(?i:(?:option|choice)\s+)?(?:\(([A-Z])\)|([A-Z])(?=$|[).:]))(?:[).:]?\s+\S.*)?[).:]?")
+OPTION = re.compile(
+    r"(?i:(?:option|choice)\s+)?(?:\\(?:text|math)[a-z]*\s*\{\s*)?(?:\([A-Z]\)|[A-Z](?=$|[).:},]|\s+[-–—]\s))\s*\}?"
+    r"(?:(?:[).:,]|\s+[-–—])?(?:\s|\\\s)+\S.*)?[).:]?"
+)
 # Between boxes that are one answer: "x = \boxed{1} or x = \boxed{4}". Words of an argument begin another answer, and many words
 # in a new line do.
 _JOINED = re.compile(
-    r"[^.?!。=≈<>]{0,60}(?:[,;&、，；和或]|\b(?:and|or|y|o|et|ou|und|oder)\b)[^.?!。=≈<>]{0,60}=?[\s$\\(\[*]{0,9}"
+    r"[^.?!。=≈<>]{0,60}(?:[,;&、，；和或×∪∨]|\\(?:lor|vee|cup)\b|\b(?:and|or|as well as|while|y|o|et|ou|und|oder)\b)[^.?!。=≈<>]{0,60}=?[\s$\\(\[*]{0,9}"
 )
 _ARGUED = re.compile(
     r"(?i)\b(?:so|thus|hence|therefore|then|no|not|wait|but|because|since|which|that|giv(?:es|ing)|yields?|equals?|instead|rather"
     r"|actually|now|i\.?e|namely|equivalent\w*|alternatively|simpl\w+|approx\w*|about|roughly|rounded|decimal|fraction|form|final\w*"
-    r"|answer|total|check\w*|verif\w*|comput\w*|calculat\w*|substitut\w*|mistake|mean\w*|impl(?:y|ies)|we|i|let)\b"
+    r"|answer|total|check\w*|verif\w*|comput\w*|calculat\w*|substitut\w*|mistake|mean\w*|impl(?:y|ies)|we|i|let|precise\w*"
+    r"|hmm+|oh|oops|sorry|corrections?|re-?check\w*|percent\w*|option|choice|letter|step|sum|product|difference)\b"
     r"|[+·×]|\\(?:cdot|times|frac|sqrt|div)|所以|因此|得|即|不|\n(?:\W*[^\W\d_]{2,}){3}"
 )
 # "The answer is correct" says nothing of what the answer is, if an earlier turn does.
 _REMARK = re.compile(
     r"(?is)(?:\w+ly |indeed |also |still |now )*(?:correct|right|wrong|plausible|reasonable|consistent|confirmed|verified|valid"
-    r"|clear|above|below|as (?:above|before|follows|expected|requested))\b.*"
+    r"|clear|above|below|the same|what|boxed|shown|given|found|stated|unchanged|as (?:above|before|follows|expected|requested))\b.*"
 )
 _FOLLOWED = re.compile(r"[^\n]*\n\s*[^\s<]")
 # A digit, a formula, or a letter that stands alone, as for options.
@@ -190,9 +196,10 @@ def _the_answer_is(text: str) -> Iterator[AnswerSpan]:
             if depth < 0:  # it was opened before the answer
                 end = brace.start()
                 break
-        for quote in '"`':
-            if line.count(quote) % 2 and quote in text[start:end]:
-                end = text.index(quote, start)
+        for quote in "\"`_|'":
+            at = text.find(quote, start, end) if line.count(quote) % 2 else -1
+            if at >= 0 and (quote in '"`' or not text[at + 1 : end].strip()):
+                end = at
         if span := _trimmed(text, lead.start(), start, end, decoration=True):
             yield span
 
@@ -276,7 +283,8 @@ def _joined(text: str, answer: AnswerSpan, boxes: list[AnswerSpan]) -> AnswerSpa
     """The answer with the boxes before it that one sentence joins to it. `boxes` are in order."""
     for before, box in zip(boxes[-2::-1], boxes[::-1], strict=False):
         between = text, before.end, box.marker_start
-        if not _JOINED.fullmatch(*between) or _ARGUED.search(*between):
+        alike = len({OPTION.fullmatch(text, one.start, one.end) is None for one in (before, box)}) == 1
+        if not alike or not _JOINED.fullmatch(*between) or _ARGUED.search(*between):
             break
         answer = before._replace(end=answer.end)
     return answer

@@ -7,13 +7,15 @@ from typing import Any
 
 from oar_plugin.output import warn_once
 
+_TAGS = r"(?:(?:tool|function|execution|search)_?(?:response|result|output)s?|documents?|information|interpreter|observation)>"
 _BEFORE = r"(?:^|\n|<\|im_start\|>|<start_of_turn>|<\|start_header_id\|>)"
 # How decoded transcripts tell turns, with special tokens or without: tags around a tool's text, or chat formats' roles (ChatML,
 # Gemma; Llama's roles follow the text before without a new line).
 _HEAD = re.compile(
-    r"(?P<others><(?:tool_(?:response|result|output)|information|interpreter|observation)>|\[TOOL_RESULTS\]|<\|observation\|>)"
-    r"|(?P<own></(?:tool_(?:response|result|output)|information|interpreter|observation)>|\[/TOOL_RESULTS\]|<\|assistant\|>)"
-    rf"|(?P<user>{_BEFORE}(?:user|tool|system|function|observation)(?:<\|end_header_id\|>\n)?\n|ipython(?:<\|end_header_id\|>)?\n\n)"
+    rf"(?P<others><{_TAGS}|```output\n|\[TOOL_RESULTS\]|<\|(?:user|tool|system|observation|tool_response)\|?>"
+    r"|<｜(?:User|tool▁outputs▁begin)｜>|to=assistant(?=<\|channel))"
+    rf"|(?P<own></{_TAGS}|\[/TOOL_RESULTS\]|<(?:\|assistant|tool_response)\|>|<｜(?:Assistant|tool▁outputs▁end)｜>|<\|start\|>assistant)"
+    rf"|(?P<user>{_BEFORE}(?:user|tool)(?:<\|end_header_id\|>\n)?\n|(?:ipython|user|tool)(?:<\|end_header_id\|>)?\n\n)"
     rf"|(?P<assistant>{_BEFORE}(?:assistant|model)\n|assistant(?:<\|end_header_id\|>)?\n\n)"
 )
 
@@ -30,18 +32,27 @@ def own_turns(transcript: str, extra_info: Any = None) -> list[str]:
     if count is not None and count <= 2:  # verl's agent loops count a question and its answer as two
         return [transcript]
     messages = [one for one in (said if isinstance(said, list) else ()) if isinstance(one, Mapping)]
-    contents = [one.get("content") for one in messages if one.get("role") == "assistant"]
-    if turns := [text for text in contents if isinstance(text, str) and text.strip() and text in transcript]:
+    turns = [text for one in messages if one.get("role") == "assistant" and (text := _text(one)).strip()]
+    if turns and all(text in transcript for text in turns):
         return turns
-    heads = list(_HEAD.finditer(transcript))
-    if all(head.lastgroup != "assistant" for head in heads):  # then a line "user" is the model's own
+    turns, heads = [], list(_HEAD.finditer(transcript))
+    if count is None and all(head.lastgroup != "assistant" for head in heads):  # then a line "user" is the model's own
         heads = [head for head in heads if head.lastgroup != "user"]
+    while count is None and heads and heads[-1].lastgroup == "others":  # and a tag that nothing closes
+        heads.pop()
     begin, own = 0, True
     for head in heads:
         turns += [transcript[begin : head.start()]] * own
         begin, own = head.end(), head.lastgroup in ("own", "assistant")
     turns += [transcript[begin:]] * own
-    if count is not None and not heads:
+    if count is not None and not any(head.lastgroup in ("others", "user") for head in heads):
         text = "the reward cannot tell the model's turns from others' (num_turns=%s): an answer in a tool's text may be"
         warn_once(f"{text} rewarded; see oar/answer_mismatch. Put the chat's `messages` into extra_info", count)
     return [turn for turn in turns if turn.strip()]
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    """The text of a chat's message, whose content may have parts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))

@@ -35,17 +35,23 @@ _NOTATION: list[tuple[str, Any]] = [
     ("[₀-₉ₙ]+", lambda m: f"_{{{_nfkc(m[0])}}}"),
     ("[½⅓⅔¼¾⅕-⅞]", lambda m: r"\frac{{{}}}{{{}}}".format(*_nfkc(m[0]).split("⁄"))),
     ("(?s).+", lambda m: _nfkc(m[0]).translate(str.maketrans(_SIGNS))),
-    (r"\^\\circ [CF]\b", ""),
     (r"^\s*[–—‑‐]|(?<=\d)[‑‐](?=\d)", "-"),
-    (r"(?:\bUS)?\\?\p{Sc}|(?<!\\)\\[()\[\]]", " "),  # the `$` of mathematics, and money
+    # The `$` of mathematics, and money.
+    (r"(?:\b[A-Z]{1,2}(?=\\?\p{Sc}\d))?\\?\p{Sc}|\\(?:pounds|textdollar|euro)(?!\p{L})|(?<!\\)\\[()\[\]]", " "),
     (r"\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|mathbf)\s*\{([^{}]*)\}", r" \1 "),
-    (r"\s+", " "),
+    (r"(?<!\\)\\!", ""),
+    (r"(?:\s|(?<!\\)(?:~|\\[,;:> ]|\\(?:(?:en|thin|med|thick)?space|q?quad)(?!\p{L})))+", " "),
+    (r"\^ ?(?:\\circ|\{ ?\\circ ?\}) ?[CF]\b|\\degree(?!\p{L})", ""),
+    (r"(?i)(?<![\\\p{L}])infinity\b", r"\\infty"),
     (r"^ |(?<![ .,;:])[ .,;:]+$", ""),
     (r"(?<=(?<![\\\p{L}])\p{L}) ?(?:\\cdot|\*) ?(?=\p{L}(?!\p{L}))", " "),  # `A \cdot B` is AB
     (r"\^(-\d+|\\d?frac\{\d+\}\{\d+\})", r"^{\1}"),
     # `(1,200)` is a point, `(1,200, 2)` has thousands.
     (r"(?:[(\[]|\\\{)-?\d{1,3}(?:,\d{3})+\s*(?:[)\]]|\\\})", lambda m: m[0].replace(",", ", ")),
-    (r"(?<![\w.,])[1-9]\d{0,2}(?:(?:\\[,;:!> ]|\{,\}|[ ~'’,])\d{3})+(?!\d|,\d)", lambda m: regex.sub(r"\D", "", m[0])),
+    (
+        r"(?<![\w.,])[1-9]\d{0,2}(?:(?:\\[,;:!> ]|\{[ ,]\}|[ ~'’,])\d{3})+(?!\d|,\d)",
+        lambda m: regex.sub(r"\D", "", m[0]),
+    ),
     (r"(?:√|(?<![\\A-Za-z])sqrt)\s*(\([^()]*\)|\d+(?:\.\d+)?|[A-Za-z]|\\d?frac\{[^{}]*\}\{[^{}]*\})", r"\\sqrt{\1}"),
     (r"√|(?<![\\A-Za-z])sqrt", r"\\sqrt"),
     (r"(?<![\w.^}/])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])", r"\1\\frac{\2}{\3}"),
