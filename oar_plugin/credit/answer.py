@@ -93,8 +93,8 @@ _HEADING = re.compile(
 )
 # What an announcement introduces that is no value: a call, a program, a list, or the steps towards the answer.
 _INTRODUCED = re.compile(
-    r"(?i)[\s*_`]*(?:<[|｜]?(?:\w*tool|function|python|search|invoke|execute|code>)|\[\w*tool|\[\w+\(|\{\s*\"|(?<=``)`?[a-z]\w*\n"
-    r"|let(?:['’]s|\s+(?:us|me))\b|(?:first(?:ly)?|next|then|to start|step\s+\d+)\s*[,:]|action\s*:|to (?:solve|find|get|compute)\b"
+    r"(?i)[\s*_`]*(?:<[|｜]?(?:\w*tool|function|python|search|invoke|execute|code>)|\[(?:\w*tool|\w+\()|\{\s*\"|(?<=``)`?[a-z]\w*\n"
+    r"|let(?:['’]s|\s+(?:us|me))\b|(?:first(?:ly)?|next|then|to start|step\s+\d+)\s*[,:]|action\s*:|to (?:solve|find|get)\b"
     r"|(?:we|i)(?:['’]ll\b|\s+(?:need|must|have|should|can|will|first|start|begin|use|call|apply|am)\b)"
     r"|(?:\(?[1a][.)]|step\s+1\b|[-+•])\s[^\n]{0,300}\n\s{0,9}[*_]*(?:\(?[2b][.)]|step\s+2\b|[-+•])\s)"
     r"|[^\S\n]*\n\s*(?:\*\s[^\n]{0,300}\n\s{0,9}\*\s|1[.)]\s+[^\W\d])"
@@ -107,7 +107,8 @@ OPTION = re.compile(
 # Between boxes that are one answer: "x = \boxed{1} or x = \boxed{4}". Words of an argument begin another answer, and many words
 # in a new line do.
 _JOINED = re.compile(
-    r"[^.?!。=≈<>]{0,60}(?:[,;&、，；和或×∪∨]|\\(?:lor|vee|cup)\b|\b(?:and|or|as well as|while|y|o|et|ou|und|oder)\b)[^.?!。=≈<>]{0,60}=?[\s$\\(\[*]{0,9}"
+    r"[^.?!。=≈<>]{0,60}(?:[,;&、，；和或×∪∨]|\\(?:lor|vee|cup)\b|\b(?:and|or|as well as|while|by|y|o|et|ou|und|oder)\b)"
+    r"[^.?!。=≈<>]{0,60}=?[\s$\\(\[*]{0,9}"
 )
 _ARGUED = re.compile(
     r"(?i)\b(?:so|thus|hence|therefore|then|no|not|wait|but|because|since|which|that|giv(?:es|ing)|yields?|equals?|instead|rather"
@@ -119,7 +120,7 @@ _ARGUED = re.compile(
 # "The answer is correct" says nothing of what the answer is, if an earlier turn does.
 _REMARK = re.compile(
     r"(?is)(?:\w+ly |indeed |also |still |now )*(?:correct|right|wrong|plausible|reasonable|consistent|confirmed|verified|valid"
-    r"|clear|above|below|the same|what|boxed|shown|given|found|stated|unchanged|as (?:above|before|follows|expected|requested))\b.*"
+    r"|clear|above|below|the same|what|boxed|shown|given|found|stated|unchanged|as (?:above|before|follows|expected|asked))\b.*"
 )
 _FOLLOWED = re.compile(r"[^\n]*\n\s*[^\s<]")
 # A digit, a formula, or a letter that stands alone, as for options.
@@ -188,7 +189,7 @@ def _the_answer_is(text: str) -> Iterator[AnswerSpan]:
         if (sentence_end is None and limit < len(text)) or (sentence_end and sentence_end[0] in "?？"):
             continue
         end = sentence_end.start() if sentence_end else limit
-        line = text[max(text.rfind("\n", 0, lead.start()) + 1, first) : lead.start()]
+        line = text[max(text.rfind("\n", 0, lead.start()) + 1, first) : marker.start()]
         enclosed = any(line.count(opening) > line.count(closing) for opening, closing in _BRACKETS.items())
         depth = 0
         for brace in (_BRACKET if enclosed else _BRACES).finditer(text, start, end):

@@ -12,7 +12,7 @@ _BEFORE = r"(?:^|\n|<\|im_start\|>|<start_of_turn>|<\|start_header_id\|>)"
 # How decoded transcripts tell turns, with special tokens or without: tags around a tool's text, or chat formats' roles (ChatML,
 # Gemma; Llama's roles follow the text before without a new line).
 _HEAD = re.compile(
-    rf"(?P<others><{_TAGS}|```output\n|\[TOOL_RESULTS\]|<\|(?:user|tool|system|observation|tool_response)\|?>"
+    rf"(?P<others><{_TAGS}|\[TOOL_RESULTS\]|<\|(?:user|tool|system|observation|tool_response)\|?>"
     r"|<｜(?:User|tool▁outputs▁begin)｜>|to=assistant(?=<\|channel))"
     rf"|(?P<own></{_TAGS}|\[/TOOL_RESULTS\]|<(?:\|assistant|tool_response)\|>|<｜(?:Assistant|tool▁outputs▁end)｜>|<\|start\|>assistant)"
     rf"|(?P<user>{_BEFORE}(?:user|tool)(?:<\|end_header_id\|>\n)?\n|(?:ipython|user|tool)(?:<\|end_header_id\|>)?\n\n)"
@@ -33,7 +33,7 @@ def own_turns(transcript: str, extra_info: Any = None) -> list[str]:
         return [transcript]
     messages = [one for one in (said if isinstance(said, list) else ()) if isinstance(one, Mapping)]
     turns = [text for one in messages if one.get("role") == "assistant" and (text := _text(one)).strip()]
-    if turns and all(text in transcript for text in turns):
+    if turns and all(text in transcript for text in turns) and transcript.rstrip().endswith(turns[-1].rstrip()):
         return turns
     turns, heads = [], list(_HEAD.finditer(transcript))
     if count is None and all(head.lastgroup != "assistant" for head in heads):  # then a line "user" is the model's own

@@ -8,6 +8,7 @@ with it before the update.
 """
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -115,8 +116,12 @@ class OarRayTrainer(TrainerCredit):
             return super()._update_actor(batch)  # type: ignore[misc]
         started, metrics = time.perf_counter(), dict[str, float]()
         if alone := WEIGHTS not in batch.batch:  # bypass mode: no pass has computed log-probs, so this needs its own
-            given = batch.batch["advantages"], batch.batch["token_level_rewards"], batch.non_tensor_batch["uid"]
-            with self._asking(needs_credit(self.oar, *given), importance_only=True) as answer:
+            given, uids = (batch.batch["advantages"], batch.batch["token_level_rewards"]), batch.non_tensor_batch["uid"]
+            number = Counter(uids)  # a trainer of one's own may split a group: what is here of it tells nothing
+            whole = [
+                uid if number[uid] >= self.config.actor_rollout_ref.rollout.n else row for row, uid in enumerate(uids)
+            ]
+            with self._asking(needs_credit(self.oar, *given, whole), importance_only=True) as answer:
                 data = left_right_2_no_padding(batch.to_tensordict())
                 temperature = self.config.actor_rollout_ref.rollout.temperature
                 tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
@@ -125,7 +130,9 @@ class OarRayTrainer(TrainerCredit):
         fields = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
         entropy_BL, advantage_BL = fields.pop(ENTROPY, None), batch.batch["advantages"]
         late_B1, size_BL = fields[STATUS] == Status.NOT_NEEDED, advantage_BL.abs().nan_to_num(0.0, 0.0, 0.0)
-        if not alone and late_B1.any():  # a trainer of one's own may change rewards after the rows were chosen
+        if (
+            not alone and late_B1.any() and "rm_scores" in batch.batch
+        ):  # a trainer of one's own may change rewards after the rows were chosen
             grown_BL = size_BL - self._advantage_of_scores(batch).abs()
             late_B1 &= grown_BL.amax(-1, keepdim=True) > LATE * size_BL.max()
             fields[STATUS] = fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED)

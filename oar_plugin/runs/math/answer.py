@@ -31,13 +31,14 @@ _WORDS = SimpleNamespace(**{name: regex.compile(pattern, regex.VERBOSE) for name
 # What math-verify cannot read, or reads otherwise: `3e2` as 3 times e times 2, `10 000` as 0. In this order.
 _SIGNS: Any = {"∞": r"\infty ", "·": r"\cdot ", "×": r"\times ", "°": r"^\circ ", "、": ",", "−": "-", "⁄": "/"}
 _NOTATION: list[tuple[str, Any]] = [
+    (r"(?s)^\s*([*`]+)(.*)\1\s*$", r"\2"),
     ("[⁰¹²³⁴-⁹⁺⁻ⁿⁱ]+", lambda m: f"^{{{_nfkc(m[0])}}}"),
     ("[₀-₉ₙ]+", lambda m: f"_{{{_nfkc(m[0])}}}"),
     ("[½⅓⅔¼¾⅕-⅞]", lambda m: r"\frac{{{}}}{{{}}}".format(*_nfkc(m[0]).split("⁄"))),
     ("(?s).+", lambda m: _nfkc(m[0]).translate(str.maketrans(_SIGNS))),
     (r"^\s*[–—‑‐]|(?<=\d)[‑‐](?=\d)", "-"),
     # The `$` of mathematics, and money.
-    (r"(?:\b[A-Z]{1,2}(?=\\?\p{Sc}\d))?\\?\p{Sc}|\\(?:pounds|textdollar|euro)(?!\p{L})|(?<!\\)\\[()\[\]]", " "),
+    (r"(?:\b[A-Z]{1,2}(?=\\?\p{Sc} ?\d))?\\?\p{Sc}|\\(?:pounds|textdollar|euro)(?!\p{L})|(?<!\\)\\[()\[\]]", " "),
     (r"\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|mathbf)\s*\{([^{}]*)\}", r" \1 "),
     (r"(?<!\\)\\!", ""),
     (r"(?:\s|(?<!\\)(?:~|\\[,;:> ]|\\(?:(?:en|thin|med|thick)?space|q?quad)(?!\p{L})))+", " "),
@@ -69,10 +70,10 @@ def final_answer(response: str | Sequence[str], truths: Sequence[str] = ()) -> s
     if (found := find_in_turns(_find, turns)) is None:
         return None
     turn, answer = turns[found[0]], found[1]
-    letter = any(_WORDS.letter.fullmatch(_plain(truth)) for truth in truths)
-    if truths and not letter and OPTION.fullmatch(turn, answer.start, answer.end):
-        answer = _find_box(turn) or answer
     parts = list(dict.fromkeys(parts_of(turn, answer)))
+    letter = any(_WORDS.letter.fullmatch(_plain(truth)) for truth in truths)
+    if truths and not letter and OPTION.fullmatch(parts[0]) and not parts[1:] and (box := _find_box(turn)):
+        parts = parts_of(turn, box)
     if len(parts) > 1 and any(all(compare(truth, part) for part in parts) for truth in truths):
         return parts[-1]
     return ", ".join(parts)
@@ -133,6 +134,8 @@ def _parse(text: str) -> list[Any]:
     if all(map(_WORDS.name.fullmatch, texts)):  # folded in case and accents; several of them in any order
         folded = [unicodedata.normalize("NFKD", each.casefold()) for each in texts]
         return [", ".join(sorted(_WORDS.folded.sub("", each) for each in folded))]
+    if len(regex.findall(r"(?<!\\)\b\p{L}{3,}", text)) > 6:  # prose, which the parser reads for seconds
+        return [text]
     # Between dollar signs, all of the text is one expression. math-verify knows a percentage by the sign behind them.
     number = text.rstrip("%\\ ")
     return list(parse(f"$${number}$${text[len(number) :]}", [LatexExtractionConfig()], parsing_timeout=None))
