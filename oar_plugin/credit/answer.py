@@ -69,17 +69,13 @@ _SENTENCE_END: Any = regex.compile(
     r"(?i)\.(?!\w)(?<!\b(?:appr|approx|ca|cf|e\.g|eq|est|i\.e|max|resp|rs|viz|vs|dr|mr|mrs|ms|mt|st)\.)|[?。？！\n]|</\w+>|<[|｜]"
 )
 # What stands around an answer: white space, math mode, Markdown, HTML, and the end of a `\\text{` that the marker stands in.
-_LEADING_DECORATION = re.compile(
-    r"(?:[\s$*}]|\\[(\[]|__|_(?=\s)|~~|==|```(?=\s)|</?(?:b|strong|em|i|u|mark|span|p|code|br)>)*"
-)
-_TRAILING_DECORATION = "$", "*", ".", r"\)", r"\]", "__", "~~", "=="
+_LEADING = re.compile(r"(?:[\s$*}]|\\[(\[]|__|_(?=\s)|~~|==|```(?=\s)|</?(?:b|strong|em|i|u|mark|span|p|code|br)>)*")
+_TRAILING = "$", "*", ".", r"\)", r"\]", "__", "~~", "=="
 _PAIR = re.compile(
     r"\(([^][(){},;]+)\)|\[([^][(){},;]+)\]|（([^（），]+)）|【([^【】]+)】|「([^「」]+)」|“([^“”]+)”|\"([^\"]+)\"|'([^']+)'|‘([^’]+)’|«([^»]+)»|_([^_]+)_|`+([^`]+)`+"
 )
 _BRACKETS = {"(": ")", "[": "]", "（": "）", "【": "】", "「": "」", "“": "”"}
-_BRACKET = re.compile(
-    r"(?P<open>\\?[(\[（【「“]|\\boxed\s*\{|\{)|(?P<close>\\?[)\]）】」”]|\})|\\(?!\\boxed).", re.DOTALL
-)
+_BRACKET = re.compile(r"(?s)(?P<open>\\?[(\[（【「“]|\\boxed\s*\{|\{)|(?P<close>\\?[)\]）】」”]|\})|\\(?!\\boxed).")
 # What a response says behind its thoughts counts, even if the thoughts have a box. gpt-oss announces its answer's channel.
 END_OF_THOUGHTS = re.compile(
     r"(?i)(?:[<\[]|◁)/\|?(?:\w+[:_])?(?:think\w*|thoughts?|reasoning)\|?\s*[>\]▷]"
@@ -144,9 +140,9 @@ def _trimmed(text: str, marker_start: int, start: int, end: int, decoration: boo
             start += 1
         if not decoration or start == end:
             continue
-        if leading := _LEADING_DECORATION.match(text, start, end):
+        if leading := _LEADING.match(text, start, end):
             start = leading.end()
-        for mark in _TRAILING_DECORATION:
+        for mark in _TRAILING:
             if text.endswith(mark, start, end) and not (len(mark) == 1 and text.endswith("\\", start, end - 1)):
                 end -= len(mark)
         if pair := _PAIR.fullmatch(text, start, end):
@@ -182,7 +178,7 @@ def _the_answer_is(text: str) -> Iterator[AnswerSpan]:
         lead = _PROSE_LEAD.search(text, first, marker.start())
         if lead is None or _INTRODUCED.match(text, marker.end()):  # the marker is the end of a longer word
             continue
-        leading = _LEADING_DECORATION.match(text, marker.end())
+        leading = _LEADING.match(text, marker.end())
         start = leading.end() if leading else marker.end()
         limit = min(len(text), start + _LONGEST_SENTENCE)
         sentence_end = _SENTENCE_END.search(text, start, limit)
@@ -249,13 +245,9 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
     sources = [(pattern, _candidates_of(pattern)) for pattern in patterns]
 
     def find(text: str) -> AnswerSpan | None:
-        found = [
-            (span, pattern, _certainty(pattern, text, span)) for pattern, source in sources for span in source(text)
-        ]
+        found = [(one, of, _certainty(of, text, one)) for of, source in sources for one in source(text)]
         ends = [match.end() for match in END_OF_THOUGHTS.finditer(text)]
-        order = (
-            (bisect_right(ends, one.start), sure > 0, sure, one.start, one, of) for one, of, sure in found if sure >= 0
-        )
+        order = ((bisect_right(ends, one.start), sure, one.start, one, of) for one, of, sure in found if sure >= 0)
         *_, answer, pattern = max(order, default=(None, None))
         if answer is not None and pattern == "boxed" and "the_answer_is" in patterns:
             boxes = sorted(one for one, *of in found if of == ["boxed", 2])
