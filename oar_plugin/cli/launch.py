@@ -8,7 +8,7 @@ from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from typing import Any
 
-from oar_plugin.cli.arguments import COMPOSING, listed, missing_package, positive, whole
+from oar_plugin.cli.arguments import COMPOSING, listed, positive, whole
 from oar_plugin.output import cause, say
 
 _HELP = f"""\
@@ -74,8 +74,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         return _launch(args)
-    except ModuleNotFoundError as error:
-        return missing_package("launch", error.name)
     except (ValueError, OSError) as error:
         say(f"oar launch: {error}", sys.stderr)
         return 2

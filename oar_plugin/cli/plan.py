@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from oar_plugin.cli.arguments import COMPOSING, missing_package, number, share
+from oar_plugin.cli.arguments import COMPOSING, number, share
 from oar_plugin.output import say
 from oar_plugin.runs.plan.known import ASSUMED, EXPECTED, GIB, GPUS, choose_gpu
 
@@ -29,15 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        from oar_plugin.cli.tables import console, table
-        from oar_plugin.runs.plan.planning import Plan, in_gib
-        from oar_plugin.runs.recipe import compose_recipe, find_recipe
+    from oar_plugin.cli.tables import console, table
+    from oar_plugin.runs.plan.planning import Plan, in_gib
+    from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
+    try:
         config = compose_recipe(find_recipe(args.recipe), args.variant, args.overrides)
         plan = Plan(config, choose_gpu(args.gpu, args.gpu_memory), args.scored_share)
-    except ModuleNotFoundError as error:
-        return missing_package("plan", error.name)
     except ValueError as error:
         say(f"oar plan: {error}", sys.stderr)
         return 2

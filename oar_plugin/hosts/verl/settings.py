@@ -98,16 +98,22 @@ def doubts(config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, bool
     prompt, response = data.max_prompt_length, data.max_response_length
     if text := unused(config, words):
         yield "estimator", False, text
-    if (room := length_limits(config)[1]) < prompt + response:
-        limit = f"{_ROLLOUT}.max_model_len leaves {max(0, room - prompt)} tokens after data.max_prompt_length={prompt}"
-        allowed = f"what is longer is cut off and gets no weights; allowed: max_model_len={prompt + response}"
-        yield "lengths", False, f"data.max_response_length={response}: {limit}; {allowed}, or shorter responses"
+    total = prompt + response + (config.actor_rollout_ref.rollout.get("name") == "sglang")
+    needed = {"prompt_length": prompt, "response_length": response, **dict.fromkeys(_ROOMS, total)}
+    given = {key: OmegaConf.select(config, f"{_ROLLOUT}.{key}") or sys.maxsize for key in needed}
+    if short := {key: given[key] - least for key, least in needed.items() if given[key] < least}:
+        limit = f"{_ROLLOUT}.{min(short, key=short.__getitem__)} leaves {max(0, response + min(short.values()))} tokens"
+        does = f"{limit} after data.max_prompt_length={prompt}; what is longer is cut off and gets no weights"
+        allowed = ", ".join(f"{key}={needed[key]}" for key in short)
+        yield "lengths", False, f"data.max_response_length={response}: {does}; allowed: {allowed}, or shorter responses"
+    group, split = ("megatron", "context") if config.actor_rollout_ref.actor.strategy == "megatron" else ...
     whole = mini * (OmegaConf.select(config, f"trainer.v1.{trainer}.parameter_sync_step") or 1)
-    if data.train_batch_size % whole:
-        ends = trainer in (RAY_TRAINER, "separate_async")
+    size, exact = data.train_batch_size, trainer == "separate_async"
+    if size != whole if exact else size % whole:
+        ends = exact or trainer == RAY_TRAINER
         does = "verl ends with an error" if ends else "verl fills each batch with empty responses"
-        text = f"data.train_batch_size={data.train_batch_size} with {_ACTOR}.ppo_mini_batch_size={mini}: {does}"
-        yield "batch", ends, f"{text}; allowed for {trainer}: a multiple of {whole}"
+        text = f"data.train_batch_size={size} with {_ACTOR}.ppo_mini_batch_size={mini}: {does}"
+        yield "batch", ends, f"{text}; allowed for {trainer}: {'' if exact else 'a multiple of '}{whole}"
 
 
 def parsed(algorithm: DictConfig) -> OarConfig:
