@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from oar_plugin.cli.tables import console, table
+    from oar_plugin.hosts.verl.settings import doubts
     from oar_plugin.runs.plan.planning import Plan, in_gib
     from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         say(f"oar plan: {error}", sys.stderr)
         return 2
+    for _, _, text in doubts(config, args.overrides):
+        say(f"oar plan: {text}", sys.stderr)
     shown = table("phase", "GiB of one GPU", "seconds", "share", "parts in GiB")
     for phase in dict.fromkeys((*plan.memory, *plan.seconds)):
         parts = sorted(((size / GIB, part) for part, size in plan.memory.get(phase, {}).items()), reverse=True)

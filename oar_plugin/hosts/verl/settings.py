@@ -47,6 +47,12 @@ _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model",
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
 SEEDS = ("algorithm.oar.seed", f"{_ROLLOUT}.seed", f"{_ACTOR}.data_loader_seed")  # in recipes all are `data.seed`
 _BACKEND = "algorithm.oar.perturbation.backend"
+# The engine's keys for most tokens of prompt and response; keys for most tokens of a micro-batch -> key that switches it on.
+_ROOMS = "max_model_len", "engine_kwargs.vllm.max_model_len", "engine_kwargs.sglang.context_length"
+_MICRO_BATCHES = {
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": f"{_ACTOR}.use_dynamic_bsz",
+    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": f"{_ROLLOUT}.log_prob_use_dynamic_bsz",
+}
 
 
 def copies_under_megatron(importance: str) -> str:
@@ -70,10 +76,15 @@ def trainer_of(config: DictConfig) -> str:
     return str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
 
 
+def context_parallel(config: DictConfig) -> int:
+    """How many GPUs share a sequence in training. verl copies the actor's own key to fsdp_config, which the engine reads."""
+    keys = "ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size", "megatron.context_parallel_size"
+    return max(OmegaConf.select(config, f"{_ACTOR}.{key}") or 1 for key in keys)
+
+
 def length_limits(config: DictConfig, positions: int = sys.maxsize) -> tuple[int, int]:
     """Most tokens of a response, and of prompt and response together, that verl's engines make; `positions`: the model's."""
-    rollout, engines = config.actor_rollout_ref.rollout, ("vllm.max_model_len", "sglang.context_length")
-    keys = "prompt_length", "response_length", "max_model_len", *(f"engine_kwargs.{key}" for key in engines)
+    rollout, keys = config.actor_rollout_ref.rollout, ("prompt_length", "response_length", *_ROOMS)
     prompt, response, *rooms = (OmegaConf.select(rollout, key) or sys.maxsize for key in keys)
     room = min(positions, *rooms) - (rollout.get("name") == "sglang")  # which leaves the last position free
     return min(response, config.data.max_response_length), min(prompt + response, room)
@@ -106,7 +117,11 @@ def doubts(config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, bool
         does = f"{limit} after data.max_prompt_length={prompt}; what is longer is cut off and gets no weights"
         allowed = ", ".join(f"{key}={needed[key]}" for key in short)
         yield "lengths", False, f"data.max_response_length={response}: {does}; allowed: {allowed}, or shorter responses"
-    group, split = ("megatron", "context") if config.actor_rollout_ref.actor.strategy == "megatron" else ...
+    least = math.ceil(min(prompt + response, length_limits(config)[1]) / context_parallel(config))
+    sizes = {key: OmegaConf.select(config, key) for key, on in _MICRO_BATCHES.items() if OmegaConf.select(config, on)}
+    if small := [f"{key}={size}" for key, size in sizes.items() if size < least]:
+        does = "verl ends at a sequence that is longer than a micro-batch"
+        yield "micro-batches", False, f"{', '.join(small)}: {does}; allowed: at least {least}"
     whole = mini * (OmegaConf.select(config, f"trainer.v1.{trainer}.parameter_sync_step") or 1)
     size, exact = data.train_batch_size, trainer == "separate_async"
     if size != whole if exact else size % whole:
