@@ -78,7 +78,11 @@ def trainer_of(config: DictConfig) -> str:
 
 def context_parallel(config: DictConfig) -> int:
     """How many GPUs share a sequence in training. verl copies the actor's own key to fsdp_config, which the engine reads."""
-    keys = "ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size", "megatron.context_parallel_size"
+    keys = (
+        "ulysses_sequence_parallel_size",
+        "fsdp_config.ulysses_sequence_parallel_size",
+        "megatron.context_parallel_size",
+    )
     return max(OmegaConf.select(config, f"{_ACTOR}.{key}") or 1 for key in keys)
 
 

@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.count.shapes import at, dimensions
-from oar_plugin.runs.plan.known import NotPlannedError, PlanError, load_model
+from oar_plugin.runs.plan.known import KNOWN, NotPlannedError, PlanError, load_model
 from oar_plugin.runs.plan.planning import COPIES, GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE, Plan, temporary
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 from tests.runs.plan.conftest import with_overrides
@@ -162,7 +162,11 @@ def test_more_gpus_never_need_more_memory_each(config):
         ("megatron", "actor.megatron.context_parallel_size=3", "context 3 = 48: must divide the 32 GPUs"),
         ("experts", "actor.megatron.expert_model_parallel_size=24", "expert 24: must divide the 32 GPUs"),
         ("fsdp", "actor.strategy=veomni", "actor_rollout_ref.actor.strategy=veomni; only fsdp, fsdp2, megatron"),
-        ("fsdp", "model.path=nobody/Model-7B", "model.path=nobody/Model-7B: FileNotFoundError"),
+        (
+            "fsdp",
+            "model.path=nobody/Model-7B",
+            "model.path=nobody/Model-7B: no folder with a config.json, and not in the",
+        ),
         ("fsdp", "actor.use_dynamic_bsz=False", "use_dynamic_bsz=False; only True"),
         ("megatron", "actor.megatron.sequence_parallel=False", "megatron.sequence_parallel=False; only True"),
     ],
@@ -225,14 +229,22 @@ def test_a_model_in_a_folder_is_what_its_config_says_and_not_what_the_folder_is_
     made = Plan(changed(fsdp, f"model.path={folder}"))
     assert made.parameters["all"] == MODELS["Qwen/Qwen2.5-1.5B"] + made.parameters["embedding"]
     assert made.model.source == str(folder / "config.json")
+    experts = json.loads(dimensions(load_model("Qwen3-30B-A3B"))) | {"num_hidden_layers": 48, "num_local_experts": 64}
+    del experts["num_experts"]  # as transformers 5 writes it
+    (folder / "config.json").write_text(json.dumps(experts))
+    assert load_model(str(folder)).num_experts == 64
+
+
+QWEN3_MOE = dict(zip(KNOWN["columns"], KNOWN["models"]["Qwen3-30B-A3B"][:8], strict=False))
 
 
 def test_a_config_that_the_formulas_do_not_describe_is_named(tmp_path):
     for text, said in {
         "{": "JSONDecodeError",
-        "[]": "model_type=None",
+        "[]": "config.json is not an object",
         '{"model_type": "mamba"}': f"model_type=mamba ({tmp_path}/config.json); only llama, mistral, ",
         '{"model_type": "llama", "hidden_size": "64"}': "no number hidden_size, intermediate_size, ",
+        json.dumps({**QWEN3_MOE, "num_experts_per_tok": 8}): "no number num_experts, moe_intermediate_size in",
     }.items():
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(NotPlannedError, match=re.escape(said)):
