@@ -120,7 +120,7 @@ def _launch(args: argparse.Namespace) -> int:
         for subject, level, text, advice in (one for one in findings if one.level != "ok" and one not in said):
             say(f"oar launch: {subject}: {level}: {text}{advice and f'; {advice}'}", sys.stderr)
         said.update(findings)
-        hours = made.summary if made else f"Hours are not known: {findings[0].text}."
+        hours = made.summary if made else "Hours are not known."
         if validated := run_folder.only_validates(run.config):
             hours = f"Validates {validated if files_seen else 'its last checkpoint, or the untrained model'}."
         say(f"oar launch: {run.name}: {job.needs}, checkpoints in {run.folder}. {hours}", sys.stderr)

@@ -235,16 +235,14 @@ def test_a_model_in_a_folder_is_what_its_config_says_and_not_what_the_folder_is_
     assert load_model(str(folder)).num_experts == 64
 
 
-QWEN3_MOE = dict(zip(KNOWN["columns"], KNOWN["models"]["Qwen3-30B-A3B"][:8], strict=False))
-
-
 def test_a_config_that_the_formulas_do_not_describe_is_named(tmp_path):
+    experts = dict(zip(KNOWN["columns"], KNOWN["models"]["Qwen3-30B-A3B"][:8], strict=False))
     for text, said in {
         "{": "JSONDecodeError",
         "[]": "config.json is not an object",
         '{"model_type": "mamba"}': f"model_type=mamba ({tmp_path}/config.json); only llama, mistral, ",
         '{"model_type": "llama", "hidden_size": "64"}': "no number hidden_size, intermediate_size, ",
-        json.dumps({**QWEN3_MOE, "num_experts_per_tok": 8}): "no number num_experts, moe_intermediate_size in",
+        json.dumps({**experts, "num_experts_per_tok": 8}): "no number num_experts, moe_intermediate_size in",
     }.items():
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(NotPlannedError, match=re.escape(said)):
