@@ -254,13 +254,11 @@ def _tokenized(prompts: Texts | None, responses: Texts | None, tokenizer: Any) -
 
 def _each(name: str, given: Any) -> Any:
     """A tokenizer's output for several texts as a list of one for each; anything else as it is."""
-    rows = given.get("input_ids") if isinstance(given, Mapping) else None
+    rows: Any = given.get("input_ids") if isinstance(given, Mapping) else None
     if not (hasattr(rows, "__len__") and all(hasattr(ids, "__len__") and getattr(ids, "ndim", 1) for ids in rows)):
         return given
     if (masks := given.get("attention_mask")) is None:  # rows of different lengths have no padding
-        _check(
-            len({*map(len, rows)}) > 1, f"{name}={given!r:.60}", "give the tokenizer's output with its attention_mask"
-        )
+        _check(len({*map(len, rows)}) > 1, f"{name}={given!r:.60}", "give a tokenizer's output with its attention_mask")
         return [{"input_ids": ids} for ids in rows]
     return [{"input_ids": ids, "attention_mask": mask} for ids, mask in zip(rows, masks, strict=True)]
 

@@ -214,7 +214,7 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         (TEXTS | {"temperature": 0}, "temperature=0: must be above 0"),
         (
             TEXTS | {"prompts": {"input_ids": [[1, 2]]}},
-            "prompts={.*: give the tokenizer's output with its attention_mask",
+            "prompts={.*: give a tokenizer's output with its attention_mask",
         ),
         ({"seed": None}, "seed=None: .*null is for verl only"),
     ],

@@ -78,13 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from oar_plugin.runs.recipe import RecipeError, find_recipe
 
-    try:
-        if args.overrides and args.recipe is None:
-            raise RecipeError(f"{args.overrides[0]}: overrides need a recipe; name one with --recipe")
-        recipe = None if args.recipe is None else find_recipe(args.recipe)
-    except RecipeError as error:
-        say(f"oar doctor: {error}", sys.stderr)
-        return 2
+    if args.overrides and args.recipe is None:
+        raise RecipeError(f"{args.overrides[0]}: overrides need a recipe; name one with --recipe")
+    recipe = None if args.recipe is None else find_recipe(args.recipe)
     sys.path.insert(0, os.getcwd())  # as for `python -m verl.trainer.main_ppo`
     findings = list(examine(Child(), recipe, args.overrides))
     missing, unseen = ([one.subject for one in findings if one.level == level] for level in ("missing", "not checked"))

@@ -13,7 +13,6 @@ verl's own files; starts nothing, needs no GPU, no network, no import of verl. W
 that is installed: {COMPOSING}
 
 example: oar plan qwen2_5_32b_megatron trainer.nnodes=8 --gpu H200-141
-exit status: 0 it fits (also if tightly), 1 it does not, 2 the configuration or an argument cannot work
 """
 
 
@@ -34,12 +33,8 @@ def run(args: argparse.Namespace) -> int:
     from oar_plugin.runs.plan.planning import Plan, in_gib
     from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
-    try:
-        config = compose_recipe(find_recipe(args.recipe), args.variant, args.overrides)
-        plan = Plan(config, choose_gpu(args.gpu, args.gpu_memory), args.scored_share)
-    except ValueError as error:
-        say(f"oar plan: {error}", sys.stderr)
-        return 2
+    config = compose_recipe(find_recipe(args.recipe), args.variant, args.overrides)
+    plan = Plan(config, choose_gpu(args.gpu, args.gpu_memory), args.scored_share)
     for _, _, text in doubts(config, args.overrides):
         say(f"oar plan: {text}", sys.stderr)
     shown = table("phase", "GiB of one GPU", "seconds", "share", "parts in GiB")

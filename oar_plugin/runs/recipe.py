@@ -189,8 +189,8 @@ def check_config(config: DictConfig) -> None:
         raise RecipeError(f"this configuration cannot work\n{error}") from error
     except Exception as error:  # verl raises AssertionError and errors of many other types
         if "full_key: critic.model" in str(error):
-            given = f"algorithm.adv_estimator={config.algorithm.adv_estimator}, critic.enable={config.critic.enable}"
             fault = f"critic.model.path={config.critic.model.path}: {cause(error)}"
+            given = f"algorithm.adv_estimator={config.algorithm.adv_estimator}, critic.enable={config.critic.enable}"
             advice = "set one that can be read, or do without: algorithm.adv_estimator=oar critic.enable=False"
             raise RecipeError(f"{fault}; with {given} verl trains a critic: {advice}") from error
         raise RecipeError(f"verl refuses this configuration: {error or type(error).__name__}") from error

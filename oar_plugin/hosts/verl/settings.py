@@ -83,7 +83,11 @@ def context_parallel(config: DictConfig) -> int:
         "fsdp_config.ulysses_sequence_parallel_size",
         "megatron.context_parallel_size",
     )
-    return max(OmegaConf.select(config, f"{_ACTOR}.{key}") or 1 for key in keys)
+    return max(_number(config, f"{_ACTOR}.{key}") for key in keys)
+
+
+def _number(config: DictConfig, key: str) -> int:
+    return int(OmegaConf.select(config, key) or 1)
 
 
 def length_limits(config: DictConfig, positions: int = sys.maxsize) -> tuple[int, int]:
@@ -117,16 +121,20 @@ def doubts(config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, bool
     needed = {"prompt_length": prompt, "response_length": response, **dict.fromkeys(_ROOMS, total)}
     given = {key: OmegaConf.select(config, f"{_ROLLOUT}.{key}") or sys.maxsize for key in needed}
     if short := {key: given[key] - least for key, least in needed.items() if given[key] < least}:
-        limit = f"{_ROLLOUT}.{min(short, key=short.__getitem__)} leaves {max(0, response + min(short.values()))} tokens"
-        does = f"{limit} after data.max_prompt_length={prompt}; what is longer is cut off and gets no weights"
-        allowed = ", ".join(f"{key}={needed[key]}" for key in short)
-        yield "lengths", False, f"data.max_response_length={response}: {does}; allowed: {allowed}, or shorter responses"
+        left, key = min((max(0, response + less), key) for key, less in short.items())
+        limit = (
+            f"{_ROLLOUT}.{key} leaves {left} tokens after data.max_prompt_length={prompt}; what is longer is cut off"
+        )
+        allowed = (
+            f"and gets no weights; allowed: {', '.join(f'{key}={needed[key]}' for key in short)}, or shorter responses"
+        )
+        yield "lengths", False, f"data.max_response_length={response}: {limit} {allowed}"
     least = math.ceil(min(prompt + response, length_limits(config)[1]) / context_parallel(config))
     sizes = {key: OmegaConf.select(config, key) for key, on in _MICRO_BATCHES.items() if OmegaConf.select(config, on)}
     if small := [f"{key}={size}" for key, size in sizes.items() if size < least]:
-        does = "verl ends at a sequence that is longer than a micro-batch"
-        yield "micro-batches", False, f"{', '.join(small)}: {does}; allowed: at least {least}"
-    whole = mini * (OmegaConf.select(config, f"trainer.v1.{trainer}.parameter_sync_step") or 1)
+        text = f"{', '.join(small)}: verl ends at a sequence that is longer than a micro-batch"
+        yield "micro-batches", False, f"{text}; allowed: at least {least}"
+    whole = mini * _number(config, f"trainer.v1.{trainer}.parameter_sync_step")
     size, exact = data.train_batch_size, trainer == "separate_async"
     if size != whole if exact else size % whole:
         ends = exact or trainer == RAY_TRAINER
@@ -219,21 +227,17 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
 
 def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
     """An interleaved schedule takes whole groups of micro-batches: of a rank's rows with an advantage, and of its others."""
-    megatron = f"{_ACTOR}.megatron"
-
-    def number(key: str) -> int:
-        return int(OmegaConf.select(config, key) or 1)
-
-    stages = number(f"{megatron}.pipeline_model_parallel_size")
-    if number(f"{megatron}.virtual_pipeline_model_parallel_size") == 1:
+    megatron, size_key = f"{_ACTOR}.megatron", f"{_ACTOR}.ppo_mini_batch_size"
+    kinds = ("pipeline_model", "tensor_model", "virtual_pipeline_model")
+    stages, tensor, virtual = (_number(config, f"{megatron}.{kind}_parallel_size") for kind in kinds)
+    if virtual == 1:
         return
     group_key = f"{megatron}.override_transformer_config.microbatch_group_size_per_vp_stage"
     group = int(OmegaConf.select(config, group_key) or stages)
-    model = stages * number(f"{megatron}.tensor_model_parallel_size") * number(f"{megatron}.context_parallel_size")
-    ranks = max(1, number("trainer.nnodes") * number("trainer.n_gpus_per_node") // model)
+    gpus = _number(config, "trainer.nnodes") * _number(config, "trainer.n_gpus_per_node")
+    ranks = max(1, gpus // (stages * tensor * context_parallel(config)))
+    prompts, responses = _number(config, size_key), _number(config, f"{_ROLLOUT}.n")
     # verl pads batches to whole mini-batches.
-    size_key = f"{_ACTOR}.ppo_mini_batch_size"
-    prompts, responses = number(size_key), number(f"{_ROLLOUT}.n")
     if prompts * responses % (ranks * group):
         step = math.lcm(ranks * group, responses) // responses
         given = f"{size_key}={prompts}, times {_ROLLOUT}.n={responses}, on {ranks} data-parallel ranks"

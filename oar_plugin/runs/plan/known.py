@@ -35,7 +35,6 @@ class Gpu(NamedTuple):
 
 GPUS = {key: Gpu(*of) for key, of in json.loads(Path(__file__).with_name("gpus.json").read_text("utf-8")).items()}
 
-
 _columns = zip(*KNOWN["efficiency"].values(), strict=True)
 EXPECTED, GOOD, POOR = (SimpleNamespace(**dict(zip(KNOWN["efficiency"], one, strict=True))) for one in _columns)
 ASSUMED = SimpleNamespace(**KNOWN["assumed"])
@@ -66,10 +65,9 @@ def load_model(name: str) -> SimpleNamespace:
         try:
             given, source = json.loads(file.read_text("utf-8")), str(file)
         except (OSError, ValueError) as error:
-            absent = "no folder with a config.json, and not in the hub's cache; `hf download MODEL config.json` gets it"
-            raise NotPlannedError(
-                f"{key}: {absent if isinstance(error, FileNotFoundError) else cause(error)}"
-            ) from error
+            absent = "no folder with a config.json, and not in the hub's cache (`hf download MODEL config.json`)"
+            fault = absent if isinstance(error, FileNotFoundError) else cause(error)
+            raise NotPlannedError(f"{key}: {fault}") from error
         if not isinstance(given, dict):
             raise NotPlannedError(f"{key}: {source} is not an object")
         given = {"num_experts": given.get("num_local_experts"), **given}  # its name since transformers 5

@@ -58,7 +58,7 @@ class Plan:
         less = "; vLLM's cache holds less than one sequence" if self.cached < 1 else ""
         self.margin = f"{in_gib(self.range[peak])} of {self.gpu.memory_gib:g} GiB in {peak}{less}"
         can_shrink = self.actor.ppo_max_token_len_per_gpu * self.cp > self.max_length  # a sequence must fit
-        smaller = f"a smaller {ACTOR}.ppo_max_token_len_per_gpu, " if can_shrink else ""
+        smaller = f"a smaller {ACTOR}.ppo_max_token_len_per_gpu, " * can_shrink
         self.advice = f"try {self.group}.optimizer_offload=True, {smaller}or more trainer.nnodes"
         self.passes = trainer_passes(self)
         self.seconds = step_seconds(self, EXPECTED)  # phase -> seconds of one step
@@ -180,9 +180,9 @@ def _rows(files: Any) -> int:
     return sum(rows) if all(rows) else 0
 
 
-def in_gib(sizes: tuple[float, float], digits: int = 1) -> str:
+def in_gib(sizes: tuple[float, float]) -> str:
     """Return the least and the most number of bytes in GiB: one number if both are the same."""
-    return " to ".join(dict.fromkeys(f"{size / GIB:.{digits}f}" for size in sizes))
+    return " to ".join(dict.fromkeys(f"{size / GIB:.1f}" for size in sizes))
 
 
 def step_memory(p: Plan) -> dict[str, Parts]:
