@@ -212,10 +212,7 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         (TEXTS | {"dump": {"dir": "credit"}}, r"oar_plugin\.importance\.dump\.dir='credit': a call writes no files"),
         (TEXTS | {"prompts": [""], "responses": [""]}, "response 0: there is no token before"),
         (TEXTS | {"temperature": 0}, "temperature=0: must be above 0"),
-        (
-            TEXTS | {"prompts": {"input_ids": [[1, 2]]}},
-            "prompts={.*: give a tokenizer's output with its attention_mask",
-        ),
+        (TEXTS | {"prompts": {"input_ids": [[1, 2]]}}, "prompts={.*a tokenizer's output with its attention_mask"),
         ({"seed": None}, "seed=None: .*null is for verl only"),
     ],
 )

@@ -31,7 +31,7 @@ How to prepare nodes, and what to do when one is lost: CLUSTERS.md in the folder
 """
 OPTIONS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 """Place -> option that only this place has -> its help."""
-_KINDS: dict[str, Callable[[str], list[str]]] = {"hosts": listed, "sbatch": shlex.split, "srun": shlex.split}
+_KINDS: dict[str, Callable[[str], object]] = {"hosts": listed, "sbatch": shlex.split, "srun": shlex.split}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for place, options in OPTIONS.items():
         group = parser.add_argument_group(f"--on {place}")
         for name, text in options.items():
-            group.add_argument(f"--{name}", type=_KINDS.get(name), help=text)
+            group.add_argument(f"--{name}", type=_KINDS.get(name, str), help=text)
 
 
 def run(args: argparse.Namespace) -> int:

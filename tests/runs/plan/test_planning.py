@@ -162,11 +162,7 @@ def test_more_gpus_never_need_more_memory_each(config):
         ("megatron", "actor.megatron.context_parallel_size=3", "context 3 = 48: must divide the 32 GPUs"),
         ("experts", "actor.megatron.expert_model_parallel_size=24", "expert 24: must divide the 32 GPUs"),
         ("fsdp", "actor.strategy=veomni", "actor_rollout_ref.actor.strategy=veomni; only fsdp, fsdp2, megatron"),
-        (
-            "fsdp",
-            "model.path=nobody/Model-7B",
-            "model.path=nobody/Model-7B: no folder with a config.json, and not in the",
-        ),
+        ("fsdp", "model.path=nobody/Model-7B", "model.path=nobody/Model-7B: no folder with a config.json, and not in"),
         ("fsdp", "actor.use_dynamic_bsz=False", "use_dynamic_bsz=False; only True"),
         ("megatron", "actor.megatron.sequence_parallel=False", "megatron.sequence_parallel=False; only True"),
     ],
