@@ -78,12 +78,8 @@ def trainer_of(config: DictConfig) -> str:
 
 def context_parallel(config: DictConfig) -> int:
     """How many GPUs share a sequence in training. verl copies the actor's own key to fsdp_config, which the engine reads."""
-    keys = (
-        "ulysses_sequence_parallel_size",
-        "fsdp_config.ulysses_sequence_parallel_size",
-        "megatron.context_parallel_size",
-    )
-    return max(_number(config, f"{_ACTOR}.{key}") for key in keys)
+    keys = "ulysses_sequence", "fsdp_config.ulysses_sequence", "megatron.context"
+    return max(_number(config, f"{_ACTOR}.{key}_parallel_size") for key in keys)
 
 
 def _number(config: DictConfig, key: str) -> int:
@@ -122,13 +118,10 @@ def doubts(config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, bool
     given = {key: OmegaConf.select(config, f"{_ROLLOUT}.{key}") or sys.maxsize for key in needed}
     if short := {key: given[key] - least for key, least in needed.items() if given[key] < least}:
         left, key = min((max(0, response + less), key) for key, less in short.items())
-        limit = (
-            f"{_ROLLOUT}.{key} leaves {left} tokens after data.max_prompt_length={prompt}; what is longer is cut off"
-        )
-        allowed = (
-            f"and gets no weights; allowed: {', '.join(f'{key}={needed[key]}' for key in short)}, or shorter responses"
-        )
-        yield "lengths", False, f"data.max_response_length={response}: {limit} {allowed}"
+        limit = f"{_ROLLOUT}.{key} leaves {left} tokens after data.max_prompt_length={prompt}; what is longer is cut"
+        allowed = ", ".join(f"{key}={needed[key]}" for key in short) + ", or shorter responses"
+        text = f"data.max_response_length={response}: {limit} off and gets no weights; allowed: {allowed}"
+        yield "lengths", False, text
     least = math.ceil(min(prompt + response, length_limits(config)[1]) / context_parallel(config))
     sizes = {key: OmegaConf.select(config, key) for key, on in _MICRO_BATCHES.items() if OmegaConf.select(config, on)}
     if small := [f"{key}={size}" for key, size in sizes.items() if size < least]:
