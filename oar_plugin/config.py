@@ -293,5 +293,6 @@ def _explain(fault: Any, prefix: str) -> str:
     key = ".".join([prefix, *parts[: 2 if GROUPS.keys() & parts[:1] else 1]])
     key += "".join(f"[{part}]" for part in fault["loc"][1:] if isinstance(part, int))
     said = fault["msg"].removeprefix("Value error, ").replace("valid tuple", "valid list")
+    said += "; null is for verl only" * (parts == ["seed"] and fault["input"] is None)
     message = unknown_key(parts, prefix) if fault["type"] == "extra_forbidden" else said
     return f"{key}={fault['input']!r}: {message}" if parts else f"{key}: {message}"

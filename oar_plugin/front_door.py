@@ -222,7 +222,7 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
 
 def _tokenized(prompts: Texts | None, responses: Texts | None, tokenizer: Any) -> list[tuple[Tensor, Tensor]]:
     """Per row: the token ids of prompt and response, concatenated, and a bool mask of the response."""
-    prompts, responses = _each(prompts), _each(responses)
+    prompts, responses = _each("prompts", prompts), _each("responses", responses)
     for name, given in {"prompts": prompts, "responses": responses}.items():
         # The rows of a tensor could have padding, which would count as tokens.
         single = isinstance(given, str | Mapping) or getattr(given, "ndim", 1) != 1
@@ -252,13 +252,15 @@ def _tokenized(prompts: Texts | None, responses: Texts | None, tokenizer: Any) -
     return rows
 
 
-def _each(given: Any) -> Any:
+def _each(name: str, given: Any) -> Any:
     """A tokenizer's output for several texts as a list of one for each; anything else as it is."""
-    names = "input_ids", "attention_mask"
-    if not (isinstance(given, Mapping) and {*names} <= {*given}):
+    rows: Any = given.get("input_ids") if isinstance(given, Mapping) else None
+    if not (hasattr(rows, "__len__") and all(hasattr(ids, "__len__") and getattr(ids, "ndim", 1) for ids in rows)):
         return given
-    rows = [dict(zip(names, row, strict=True)) for row in zip(*map(given.get, names), strict=True)]
-    return rows if all(hasattr(ids, "__len__") for ids in given["input_ids"]) else given
+    if (masks := given.get("attention_mask")) is None:  # rows of different lengths have no padding
+        _check(len({*map(len, rows)}) > 1, f"{name}={given!r:.60}", "give a tokenizer's output with its attention_mask")
+        return [{"input_ids": ids} for ids in rows]
+    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in zip(rows, masks, strict=True)]
 
 
 def _token_ids(name: str, given: Any, dim: int, wanted: str) -> Tensor:

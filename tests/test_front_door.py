@@ -74,7 +74,7 @@ def test_every_way_in_gives_the_same(model, left, given, max_tokens):
         "segments": {"input_ids": token_BT, **masks, "segments": segments_BT},
         "ids": {"prompts": [prompt.tolist() for prompt, _ in rows], "responses": [own for _, own in rows]},
         "encoded": {"input_ids": {**masks, "input_ids": token_BT}, "response_mask": masks["response_mask"]},
-        "tokenized": {"prompts": each(PROMPTS, **padding), "responses": each(RESPONSES)},
+        "tokenized": {"prompts": each(PROMPTS, **padding), "responses": {"input_ids": each(RESPONSES)["input_ids"]}},
         "each": {"prompts": [*map(each, PROMPTS)], "responses": [each(one, **padding) for one in RESPONSES]},
     }[given]
     arguments |= {"tokenizer": None if given == "segments" else TOKENIZER, "answer_patterns": ["hash"]}
@@ -212,6 +212,8 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         (TEXTS | {"dump": {"dir": "credit"}}, r"oar_plugin\.importance\.dump\.dir='credit': a call writes no files"),
         (TEXTS | {"prompts": [""], "responses": [""]}, "response 0: there is no token before"),
         (TEXTS | {"temperature": 0}, "temperature=0: must be above 0"),
+        (TEXTS | {"prompts": {"input_ids": [[1, 2]]}}, "prompts={.*a tokenizer's output with its attention_mask"),
+        ({"seed": None}, "seed=None: .*null is for verl only"),
     ],
 )
 def test_what_is_missing_or_wrong_is_said(model, arguments, message):

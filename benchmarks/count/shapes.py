@@ -17,7 +17,7 @@ from oar_plugin.runs.plan.known import KNOWN
 
 def dimensions(model: SimpleNamespace) -> str:
     """Return the keys of a planner's model that set the shapes of its config.json, besides the number of layers, as JSON."""
-    keys = {*KNOWN["columns"], "head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"}
+    keys = {*KNOWN["columns"], "head_dim"}
     values = {key: getattr(model, key) for key in keys - {"num_hidden_layers"}}
     return json.dumps({key: value for key, value in values.items() if value}, sort_keys=True)
 

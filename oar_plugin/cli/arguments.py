@@ -6,19 +6,20 @@ from importlib.util import find_spec
 
 from oar_plugin.output import INSTALL, say
 
-# Module -> how to install it, where that is not `pip install MODULE`. How to install vLLM depends on the machine.
-_INSTALL = {"google": "pip install protobuf", "yaml": "pip install pyyaml", "vllm": "oar doctor says how"}
-_INSTALL |= dict.fromkeys(("math_verify", "pebble", "scipy"), INSTALL)
-
 _COMPOSING = dict(verl="verl", hydra="hydra-core", omegaconf="'omegaconf<2.4'", antlr4="antlr4-python3-runtime==4.9.3")
 """Module -> package: what reads a recipe, which extends verl's own files. Hydra 1.3 works with this antlr only."""
 COMPOSING = f"pip install --no-deps {' '.join(_COMPOSING.values())}"
+
+# Module -> how to install it, where that is not `pip install MODULE`. How to install vLLM depends on the machine.
+INSTALLS = {module: f"pip install {package}" for module, package in _COMPOSING.items()}
+INSTALLS |= {"google": "pip install protobuf", "yaml": "pip install pyyaml", "PIL": "pip install pillow"}
+INSTALLS |= {"vllm": "oar doctor says how", **dict.fromkeys(("math_verify", "pebble", "scipy"), INSTALL)}
 
 
 def missing_package(command: str, *modules: str | None) -> int:
     """Print that `oar command` needs these modules, one line each, and return the exit status 1."""
     for name in (str(module).partition(".")[0] for module in modules):
-        text = f"{name} is not installed here; {_INSTALL.get(name, f'pip install {name}')}"
+        text = f"{name} is not installed here; {INSTALLS.get(name, f'pip install {name}')}"
         if name in _COMPOSING:  # one line for all of them
             absent = {module: one for module, one in _COMPOSING.items() if module == name or find_spec(module) is None}
             why = "training needs verl's own environment, which may want an older transformers; plans and dry runs need only"

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
             for split in SOURCES[name].splits:
                 say(f"{out / name / split}.parquet: {prepare(name, split, out, args.local)}")
     except (DataError, OSError) as error:
-        say(f"oar data: {error}{'; --out names another folder' * (not args.out)}", sys.stderr)
+        of_folder = isinstance(error, OSError) and not args.out
+        say(f"oar data: {error}{'; --out names another folder' * of_folder}", sys.stderr)
         return 1
     return 0

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from oar_plugin import __version__
+from oar_plugin.cli.arguments import INSTALLS
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm.versions import installed
 from oar_plugin.output import cause, say
@@ -24,6 +25,8 @@ from oar_plugin.runs.launch.preflight import Finding, Level, importable
 LIMIT_S = 300.0  # seconds of one call: an import takes ten, or minutes from a slow network disk
 PACKAGES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("packages.json").read_text(encoding="utf-8"))
 """Package -> the module whose import shows that it works, tested versions, and how to install it if pip alone does not."""
+_BY_NAME = {name: one.get("advice") or f'pip install "{name}{one.get("tested", "")}"' for name, one in PACKAGES.items()}
+_BY_MODULE = INSTALLS | {one["module"].partition(".")[0]: _BY_NAME[name] for name, one in reversed(PACKAGES.items())}
 ABSENT = "not installed"
 _LOADED = "from verl.trainer.ppo import core_algos; core_algos.get_adv_estimator_fn('oar')"
 
@@ -75,13 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from oar_plugin.runs.recipe import RecipeError, find_recipe
 
-    try:
-        if args.overrides and args.recipe is None:
-            raise RecipeError(f"{args.overrides[0]}: overrides need a recipe; name one with --recipe")
-        recipe = None if args.recipe is None else find_recipe(args.recipe)
-    except RecipeError as error:
-        say(f"oar doctor: {error}", sys.stderr)
-        return 2
+    if args.overrides and args.recipe is None:
+        raise RecipeError(f"{args.overrides[0]}: overrides need a recipe; name one with --recipe")
+    recipe = None if args.recipe is None else find_recipe(args.recipe)
     sys.path.insert(0, os.getcwd())  # as for `python -m verl.trainer.main_ppo`
     findings = list(examine(Child(), recipe, args.overrides))
     missing, unseen = ([one.subject for one in findings if one.level == level] for level in ("missing", "not checked"))
@@ -171,18 +170,15 @@ def needs_of(
 
 def _package(name: str, needed: bool, fault: str | None, unseen: Level) -> Finding:
     """A package that a run needs was imported. For others the version is enough."""
-    tested, advice = (PACKAGES[name].get(key, "") for key in ("tested", "advice"))
+    tested = PACKAGES[name].get("tested", "")
     version = installed() if name == "vllm" else next((one.version for one in distributions(name=name)), None)
-    install = advice or f'pip install "{name}{tested}"'
     if version is None and (not needed or fault == ABSENT):
-        return Finding(name, "missing" if needed else "note", "not installed", install)
+        return Finding(name, "missing" if needed else "note", "not installed", _BY_NAME[name])
     if fault:  # a package may need a GPU's driver
         level: Level = "missing" if name == "torch" else unseen
-        if lacks := re.search(r"No module named '(\w+)(?![\w.])", fault):
-            roots = {one["module"].partition(".")[0]: other for other, one in reversed(PACKAGES.items())}
-            again = f"pip install {roots.get(lacks[1], lacks[1])}"
+        lacks = re.search(r"No module named '(\w+)(?![\w.])", fault)
         text = f"{version or ''} does not import: {fault}".strip()
-        return Finding(name, level, text, again if lacks else f"again: {install}")
+        return Finding(name, level, text, _BY_MODULE.get(lacks[1], "") if lacks else f"again: {_BY_NAME[name]}")
     if version and importable("packaging"):
         from packaging.specifiers import SpecifierSet
 

@@ -1,14 +1,15 @@
 """`oar launch` runs a recipe on this machine, on bare nodes, under SLURM or on Kubernetes."""
 
 import argparse
+import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
-from typing import Any
 
-from oar_plugin.cli.arguments import COMPOSING, listed, missing_package, positive, whole
+from oar_plugin.cli.arguments import COMPOSING, listed, positive, whole
 from oar_plugin.output import cause, say
 
 _HELP = f"""\
@@ -27,24 +28,10 @@ examples:
   oar launch qwen2_5_32b_megatron --on slurm --sbatch='--partition=gpu --time=48:00:00'
   oar launch qwen2_5_32b_megatron --on kubernetes --image registry/verl-oar:1 --claim shared-disk
 How to prepare nodes, and what to do when one is lost: CLUSTERS.md in the folder that `oar recipes` names.
-
-exit status: 0 it ran or was submitted, 1 something is missing or what ran failed, 2 the recipe or an option cannot work
 """
-OPTIONS: dict[str, dict[str, tuple[Any, str]]] = {
-    "ray": {"hosts": (listed, "needed: host names A,B,... for ssh; training runs on the first")},
-    "slurm": {
-        "sbatch": (shlex.split, "options of the job: --sbatch='--account=me --time=48:00:00' (default: 24 hours)"),
-        "srun": (shlex.split, "options of the step: --srun='--container-image=verl.sqsh --container-mounts=/s:/s'"),
-    },
-    "kubernetes": {
-        "image": (str, "needed: container image with verl, this plugin and the recipe"),
-        "claim": (str, "needed: PersistentVolumeClaim for data and checkpoints, ReadWriteMany, mounted at /shared"),
-        "secret": (str, "name of a Secret with HF_TOKEN, WANDB_API_KEY, which are not passed on from here"),
-        "cpus": (str, "CPUs of a pod (default: no request)"),
-        "memory": (str, "memory of a pod, such as 900Gi (default: no request)"),
-    },
-}
-"""Place -> option that only this place has -> its type, its help."""
+OPTIONS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+"""Place -> option that only this place has -> its help."""
+_KINDS: dict[str, Callable[[str], object]] = {"hosts": listed, "sbatch": shlex.split, "srun": shlex.split}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,21 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="NAME", help="the nodes' GPU (default: with --on local the one here, else H100-80)")
     for place, options in OPTIONS.items():
         group = parser.add_argument_group(f"--on {place}")
-        for name, (kind, text) in options.items():
-            group.add_argument(f"--{name}", type=kind, help=text)
+        for name, text in options.items():
+            group.add_argument(f"--{name}", type=_KINDS.get(name, str), help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        return _launch(args)
-    except ModuleNotFoundError as error:
-        return missing_package("launch", error.name)
-    except (ValueError, OSError) as error:
-        say(f"oar launch: {error}", sys.stderr)
-        return 2
-
-
-def _launch(args: argparse.Namespace) -> int:
     from oar_plugin.hosts.verl.capabilities import EXTERNAL_MODULES, external_modules
     from oar_plugin.runs import run_folder
     from oar_plugin.runs.launch import preflight
@@ -122,7 +99,7 @@ def _launch(args: argparse.Namespace) -> int:
         for subject, level, text, advice in (one for one in findings if one.level != "ok" and one not in said):
             say(f"oar launch: {subject}: {level}: {text}{advice and f'; {advice}'}", sys.stderr)
         said.update(findings)
-        hours = made.summary if made else f"Hours are not known: {findings[0].text}."
+        hours = made.summary if made else "Hours are not known."
         if validated := run_folder.only_validates(run.config):
             hours = f"Validates {validated if files_seen else 'its last checkpoint, or the untrained model'}."
         say(f"oar launch: {run.name}: {job.needs}, checkpoints in {run.folder}. {hours}", sys.stderr)
@@ -144,7 +121,7 @@ def _launch(args: argparse.Namespace) -> int:
 def _check_places(args: argparse.Namespace) -> None:
     """Raise ValueError if an option of the chosen place is missing, or if one belongs to another place."""
     for place, options in OPTIONS.items():
-        for name, (_, text) in options.items():
+        for name, text in options.items():
             given = getattr(args, name) is not None
             if given and place != args.on:
                 raise ValueError(f"--{name} belongs to --on {place}, this is --on {args.on}")

@@ -77,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of `oar ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except ValueError as error:  # of what was given
+        say(f"oar {command}: {error}", sys.stderr)
+        return 2
     except OSError as error:
         place = None if error.filename is None else f"{error.filename}: {error.strerror}"
         say(f"oar {command}: {place or error}", sys.stderr)

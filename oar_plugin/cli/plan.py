@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from oar_plugin.cli.arguments import COMPOSING, missing_package, number, share
+from oar_plugin.cli.arguments import COMPOSING, number, share
 from oar_plugin.output import say
 from oar_plugin.runs.plan.known import ASSUMED, EXPECTED, GIB, GPUS, choose_gpu
 
@@ -13,7 +13,6 @@ verl's own files; starts nothing, needs no GPU, no network, no import of verl. W
 that is installed: {COMPOSING}
 
 example: oar plan qwen2_5_32b_megatron trainer.nnodes=8 --gpu H200-141
-exit status: 0 it fits (also if tightly), 1 it does not, 2 the configuration or an argument cannot work
 """
 
 
@@ -29,18 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        from oar_plugin.cli.tables import console, table
-        from oar_plugin.runs.plan.planning import Plan, in_gib
-        from oar_plugin.runs.recipe import compose_recipe, find_recipe
+    from oar_plugin.cli.tables import console, table
+    from oar_plugin.hosts.verl.settings import doubts
+    from oar_plugin.runs.plan.planning import Plan, in_gib
+    from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
-        config = compose_recipe(find_recipe(args.recipe), args.variant, args.overrides)
-        plan = Plan(config, choose_gpu(args.gpu, args.gpu_memory), args.scored_share)
-    except ModuleNotFoundError as error:
-        return missing_package("plan", error.name)
-    except ValueError as error:
-        say(f"oar plan: {error}", sys.stderr)
-        return 2
+    config = compose_recipe(find_recipe(args.recipe), args.variant, args.overrides)
+    plan = Plan(config, choose_gpu(args.gpu, args.gpu_memory), args.scored_share)
+    for _, _, text in doubts(config, args.overrides):
+        say(f"oar plan: {text}", sys.stderr)
     shown = table("phase", "GiB of one GPU", "seconds", "share", "parts in GiB")
     for phase in dict.fromkeys((*plan.memory, *plan.seconds)):
         parts = sorted(((size / GIB, part) for part, size in plan.memory.get(phase, {}).items()), reverse=True)

@@ -73,7 +73,8 @@ def scored(files: Sequence[Path], checkpoint: str, configs: Sequence[OarConfig])
     if unread := sorted({key for _, text in texts for key in text.model_extra or ()}):
         say(f"oar inspect: keys that are not read: {', '.join(unread)}", sys.stderr)
     if lacking := [f"{uid}: {text._left_out!r:.200}" for uid, text in texts if text._left_out]:
-        say(f"oar inspect: {len(lacking)} of {len(texts)} rows lack what is unusable, first {lacking[0]}", sys.stderr)
+        fault = "have a truth or score that cannot be used and is left out"
+        say(f"oar inspect: {len(lacking)} of {len(texts)} rows {fault}, first {lacking[0]}", sys.stderr)
     model, tokenizer = _load(checkpoint)
     console = Console(stderr=True)
     for uid, text in track(texts, "scoring", console=console, transient=True, disable=not console.is_terminal):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import oar_plugin
-from oar_plugin.output import did_you_mean, say
+from oar_plugin.output import cause, did_you_mean, say
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -83,13 +83,16 @@ def compose_recipe(folder: Path, variant: str = "oar", overrides: Sequence[str] 
         faults = list(wrong_values(config, dict(flat(OmegaConf.to_container(config))), verls))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         reason = str(error).partition("Config search path:")[0].rstrip()
+        of_words = re.match(r"Could not (?:append|delete|override) ", reason)
         if unknown := re.match(r"Could not override '([\w.]+)'", reason):
             hint = _hint(unknown[1], _verls("dp") | _verls("megatron"))
             reason = f"verl has no key {unknown[1]}{hint}; on the command line ++KEY adds one"
-        if word := getattr(error, "override", None) or next((word for word in overrides if word in reason), ""):
-            advice = "a text with = , ( or { in it needs quotes of its own: \"KEY='/a=b'\", in a list \"KEY=['/a=b']\""
+        swept = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'", reason)  # KEY=a,b
+        if word := swept[1] if swept else getattr(error, "override", None):  # of an OverrideParseException
+            special = "a text with special characters such as = , ( { ~ needs quotes of its own, opened and closed"
+            advice = f"{special}: \"KEY='/a=b'\", in a list \"KEY=['/a=b']\""
             raise RecipeError(f"{word}: is not read as one KEY=VALUE; {advice}") from error
-        raise RecipeError(f"{folder / variant}.yaml does not compose: {reason}") from error
+        raise RecipeError(reason if of_words else f"{folder / variant}.yaml does not compose: {reason}") from error
     added = [(word.lstrip("+~").partition("=")[0], word) for word in overrides if "=" in word]
     known = "".join(f"\n{key}." for key in verls)
     for key, place in [*given, *added]:
@@ -185,9 +188,11 @@ def check_config(config: DictConfig) -> None:
     except OarConfigError as error:
         raise RecipeError(f"this configuration cannot work\n{error}") from error
     except Exception as error:  # verl raises AssertionError and errors of many other types
-        if "critic.model" in str(error):
-            advice = "set critic.model.path, or use algorithm.adv_estimator=oar, whose base estimators need no critic"
-            raise RecipeError(f"algorithm.adv_estimator=gae and critic.enable train a critic: {advice}") from error
+        if "full_key: critic.model" in str(error):
+            fault = f"critic.model.path={config.critic.model.path}: {cause(error)}"
+            given = f"algorithm.adv_estimator={config.algorithm.adv_estimator}, critic.enable={config.critic.enable}"
+            advice = "set one that can be read, or do without: algorithm.adv_estimator=oar critic.enable=False"
+            raise RecipeError(f"{fault}; with {given} verl trains a critic: {advice}") from error
         raise RecipeError(f"verl refuses this configuration: {error or type(error).__name__}") from error
 
 

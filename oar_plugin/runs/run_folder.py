@@ -36,10 +36,8 @@ _OARS = {**{group: {} for group in GROUPS}, **dict(flat(OarConfig().model_dump(m
 _DEFAULTS: dict[str, Any] = {PREFIX: {}, **{f"{PREFIX}.{key}": value for key, value in _OARS.items()}}
 """What a key of OAR's settings is where it is missing: another version recorded the run, and keys leave and are added."""
 _changes_nothing = re.compile("|".join(map(translate, _IGNORED))).match
-_ADVICE = (
-    f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away to"
-)
-_ADVICE += " start over; another name (--name, trainer.experiment_name) starts a separate run"
+_ADVICE = f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away"
+_ADVICE += " to start over; another name (--name, trainer.experiment_name) starts a separate run"
 _locks: dict[Path, int] = {}  # folder -> descriptor of its lock file, which stays open until this process ends
 
 

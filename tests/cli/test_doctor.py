@@ -86,8 +86,9 @@ MISSING = [
     ({"faults": {"flash-attn": NO_SYMBOL}}, "flash-attn", NO_SYMBOL),
     ({"faults": {"torch": "crashed with SIGSEGV"}}, "torch", "crashed with SIGSEGV"),
     # A checkout on the search path has no version; the module that it lacks is not the package itself.
-    ({"faults": {"ray": NO_MODULE.format("msgpack")}}, "ray", "; pip install msgpack"),
-    ({"faults": {"verl": NO_MODULE.format("transfer_queue")}}, "verl", "; pip install TransferQueue"),
+    ({"faults": {"ray": NO_MODULE.format("msgpack")}}, "ray", "'msgpack'; \n"),
+    ({"faults": {"verl": NO_MODULE.format("antlr4")}}, "verl", "; pip install antlr4-python3-runtime==4.9.3\n"),
+    ({"faults": {"verl": NO_MODULE.format("transfer_queue")}}, "verl", '; pip install "TransferQueue=='),
     ({"faults": {"verl": NO_MODULE.format("verl.x")}}, "verl", "; again: in an environment of its own"),
     ({"faults": {"verl": NO_SYMBOL}}, "verl", NO_SYMBOL),
     ({"faults": {doctor._LOADED: "ValueError: oar"}}, "oar_plugin", "verl did not load it"),
@@ -109,7 +110,7 @@ def test_what_is_missing_or_worth_a_note_comes_with_what_to_do(examined, changes
     """A note: only other runs need it, or it was not tested."""
     findings, *ends = examined(**changes)
     finding, missing = findings[subject], (changes, subject, said) in MISSING
-    assert said in f"{finding['text']}; {finding['advice']}"
+    assert said in f"{finding['text']}; {finding['advice']}\n"
     assert (finding["level"], *ends) == (("missing", 1, "not ready") if missing else ("note", 0, "ready"))
 
 

@@ -182,7 +182,7 @@ def test_it_is_submitted(program, where, called, tmp_path, environment):
         ("seven", "seven: neither a folder nor a recipe; recipes: qwen2_5_0_5b_gsm8k,"),
         (f"{ONE} --dry-run actor_rollout_ref.actor.use_dynamic_bsz=False data.train_batch_size=7", "verl refuses this"),
         (f"{ONE} algorithm.oar.tau=2", "algorithm.oar.tau"),
-        (f"{ONE} --dry-run algorithm.adv_estimator=gae", "train a critic: set critic.model.path, or use"),
+        (f"{ONE} --dry-run algorithm.adv_estimator=gae", "gae, critic.enable=None verl trains a critic: set one"),
         (f"{ONE} --dry-run +actor_rollout_ref.rollout.nope=1", "verl refuses this"),
         (f"{ONE} --dry-run actor_rollout_ref.actor.loss_agg_mode=token_mean", "Invalid loss_agg_mode: token_mean"),
         (f"{ONE} --dry-run +actor_rollout_ref.model.nope=1", "no such key: actor_rollout_ref.model.nope"),

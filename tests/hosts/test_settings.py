@@ -71,7 +71,8 @@ def test_what_verl_takes_but_not_as_meant_is_said_and_stops_only_what_would_end(
     sizes = {"data__train_batch_size": 16, "data__max_prompt_length": 4, "data__max_response_length": 8}
     sizes |= {ACTOR + "ppo_mini_batch_size": 8, ROLLOUT + "max_model_len": 16}
     made, words = config(**sizes, algorithm__adv_estimator=case.get("estimator", "oar")), case.get("words", [])
-    for name, group in {"data": "data", "rollout": "actor_rollout_ref.rollout", "trainer": "trainer"}.items():
+    groups = {"actor": "actor_rollout_ref.actor", "rollout": "actor_rollout_ref.rollout"}
+    for name, group in {"data": "data", "trainer": "trainer", **groups}.items():
         OmegaConf.update(made, group, case.get(name, {}), force_add=True)
     found = list(settings.doubts(made, words))
     for (_, ends, text), said in zip(found, case["said"], strict=True):

@@ -47,6 +47,12 @@ _ACTOR, _MODEL, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model",
 MANAGER = "oar_plugin.hosts.verl.agent_loop.OarAgentLoopManager"
 SEEDS = ("algorithm.oar.seed", f"{_ROLLOUT}.seed", f"{_ACTOR}.data_loader_seed")  # in recipes all are `data.seed`
 _BACKEND = "algorithm.oar.perturbation.backend"
+# The engine's keys for most tokens of prompt and response; keys for most tokens of a micro-batch -> key that switches it on.
+_ROOMS = "max_model_len", "engine_kwargs.vllm.max_model_len", "engine_kwargs.sglang.context_length"
+_MICRO_BATCHES = {
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": f"{_ACTOR}.use_dynamic_bsz",
+    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": f"{_ROLLOUT}.log_prob_use_dynamic_bsz",
+}
 
 
 def copies_under_megatron(importance: str) -> str:
@@ -70,10 +76,19 @@ def trainer_of(config: DictConfig) -> str:
     return str(OmegaConf.select(config, "trainer.v1.trainer_mode"))
 
 
+def context_parallel(config: DictConfig) -> int:
+    """How many GPUs share a sequence in training. verl copies the actor's own key to fsdp_config, which the engine reads."""
+    keys = "ulysses_sequence", "fsdp_config.ulysses_sequence", "megatron.context"
+    return max(_number(config, f"{_ACTOR}.{key}_parallel_size") for key in keys)
+
+
+def _number(config: DictConfig, key: str) -> int:
+    return int(OmegaConf.select(config, key) or 1)
+
+
 def length_limits(config: DictConfig, positions: int = sys.maxsize) -> tuple[int, int]:
     """Most tokens of a response, and of prompt and response together, that verl's engines make; `positions`: the model's."""
-    rollout, engines = config.actor_rollout_ref.rollout, ("vllm.max_model_len", "sglang.context_length")
-    keys = "prompt_length", "response_length", "max_model_len", *(f"engine_kwargs.{key}" for key in engines)
+    rollout, keys = config.actor_rollout_ref.rollout, ("prompt_length", "response_length", *_ROOMS)
     prompt, response, *rooms = (OmegaConf.select(rollout, key) or sys.maxsize for key in keys)
     room = min(positions, *rooms) - (rollout.get("name") == "sglang")  # which leaves the last position free
     return min(response, config.data.max_response_length), min(prompt + response, room)
@@ -98,16 +113,27 @@ def doubts(config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, bool
     prompt, response = data.max_prompt_length, data.max_response_length
     if text := unused(config, words):
         yield "estimator", False, text
-    if (room := length_limits(config)[1]) < prompt + response:
-        limit = f"{_ROLLOUT}.max_model_len leaves {max(0, room - prompt)} tokens after data.max_prompt_length={prompt}"
-        allowed = f"what is longer is cut off and gets no weights; allowed: max_model_len={prompt + response}"
-        yield "lengths", False, f"data.max_response_length={response}: {limit}; {allowed}, or shorter responses"
-    whole = mini * (OmegaConf.select(config, f"trainer.v1.{trainer}.parameter_sync_step") or 1)
-    if data.train_batch_size % whole:
-        ends = trainer in (RAY_TRAINER, "separate_async")
+    total = prompt + response + (config.actor_rollout_ref.rollout.get("name") == "sglang")
+    needed = {"prompt_length": prompt, "response_length": response, **dict.fromkeys(_ROOMS, total)}
+    given = {key: OmegaConf.select(config, f"{_ROLLOUT}.{key}") or sys.maxsize for key in needed}
+    if short := {key: given[key] - least for key, least in needed.items() if given[key] < least}:
+        left, key = min((max(0, response + less), key) for key, less in short.items())
+        limit = f"{_ROLLOUT}.{key} leaves {left} tokens after data.max_prompt_length={prompt}; what is longer is cut"
+        allowed = ", ".join(f"{key}={needed[key]}" for key in short) + ", or shorter responses"
+        text = f"data.max_response_length={response}: {limit} off and gets no weights; allowed: {allowed}"
+        yield "lengths", False, text
+    least = math.ceil(min(prompt + response, length_limits(config)[1]) / context_parallel(config))
+    sizes = {key: OmegaConf.select(config, key) for key, on in _MICRO_BATCHES.items() if OmegaConf.select(config, on)}
+    if small := [f"{key}={size}" for key, size in sizes.items() if size < least]:
+        text = f"{', '.join(small)}: verl ends at a sequence that is longer than a micro-batch"
+        yield "micro-batches", False, f"{text}; allowed: at least {least}"
+    whole = mini * _number(config, f"trainer.v1.{trainer}.parameter_sync_step")
+    size, exact = data.train_batch_size, trainer == "separate_async"
+    if size != whole if exact else size % whole:
+        ends = exact or trainer == RAY_TRAINER
         does = "verl ends with an error" if ends else "verl fills each batch with empty responses"
-        text = f"data.train_batch_size={data.train_batch_size} with {_ACTOR}.ppo_mini_batch_size={mini}: {does}"
-        yield "batch", ends, f"{text}; allowed for {trainer}: a multiple of {whole}"
+        text = f"data.train_batch_size={size} with {_ACTOR}.ppo_mini_batch_size={mini}: {does}"
+        yield "batch", ends, f"{text}; allowed for {trainer}: {'' if exact else 'a multiple of '}{whole}"
 
 
 def parsed(algorithm: DictConfig) -> OarConfig:
@@ -194,21 +220,17 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
 
 def _virtual_pipeline_faults(config: DictConfig) -> Iterator[str]:
     """An interleaved schedule takes whole groups of micro-batches: of a rank's rows with an advantage, and of its others."""
-    megatron = f"{_ACTOR}.megatron"
-
-    def number(key: str) -> int:
-        return int(OmegaConf.select(config, key) or 1)
-
-    stages = number(f"{megatron}.pipeline_model_parallel_size")
-    if number(f"{megatron}.virtual_pipeline_model_parallel_size") == 1:
+    megatron, size_key = f"{_ACTOR}.megatron", f"{_ACTOR}.ppo_mini_batch_size"
+    kinds = ("pipeline_model", "tensor_model", "virtual_pipeline_model")
+    stages, tensor, virtual = (_number(config, f"{megatron}.{kind}_parallel_size") for kind in kinds)
+    if virtual == 1:
         return
     group_key = f"{megatron}.override_transformer_config.microbatch_group_size_per_vp_stage"
     group = int(OmegaConf.select(config, group_key) or stages)
-    model = stages * number(f"{megatron}.tensor_model_parallel_size") * number(f"{megatron}.context_parallel_size")
-    ranks = max(1, number("trainer.nnodes") * number("trainer.n_gpus_per_node") // model)
+    gpus = _number(config, "trainer.nnodes") * _number(config, "trainer.n_gpus_per_node")
+    ranks = max(1, gpus // (stages * tensor * context_parallel(config)))
+    prompts, responses = _number(config, size_key), _number(config, f"{_ROLLOUT}.n")
     # verl pads batches to whole mini-batches.
-    size_key = f"{_ACTOR}.ppo_mini_batch_size"
-    prompts, responses = number(size_key), number(f"{_ROLLOUT}.n")
     if prompts * responses % (ranks * group):
         step = math.lcm(ranks * group, responses) // responses
         given = f"{size_key}={prompts}, times {_ROLLOUT}.n={responses}, on {ranks} data-parallel ranks"

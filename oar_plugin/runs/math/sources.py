@@ -46,10 +46,11 @@ class DataError(ValueError):
 
 
 def data_folder() -> Path:
-    """Return the folder in which recipes look for their files: OAR_DATA, or ~/data/oar without it. DataError: there is no ~."""
+    """Return the folder in which recipes look for their files: OAR_DATA, or ~/data/oar without it. OSError: there is no ~."""
     folder = Path(os.environ.get("OAR_DATA") or os.path.expanduser("~/data/oar"))
     if "OAR_DATA" not in os.environ and not folder.parents[1].is_dir():
-        raise DataError(f"{folder}: no home folder (HOME={os.environ.get('HOME')}); OAR_DATA names another place")
+        home = f"no home folder (HOME={os.environ.get('HOME')})"
+        raise FileNotFoundError(f"{folder}: {home}; OAR_DATA names another place")
     return folder
 
 

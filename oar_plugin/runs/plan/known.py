@@ -35,7 +35,6 @@ class Gpu(NamedTuple):
 
 GPUS = {key: Gpu(*of) for key, of in json.loads(Path(__file__).with_name("gpus.json").read_text("utf-8")).items()}
 
-
 _columns = zip(*KNOWN["efficiency"].values(), strict=True)
 EXPECTED, GOOD, POOR = (SimpleNamespace(**dict(zip(KNOWN["efficiency"], one, strict=True))) for one in _columns)
 ASSUMED = SimpleNamespace(**KNOWN["assumed"])
@@ -64,19 +63,22 @@ def load_model(name: str) -> SimpleNamespace:
 
             file = file if file.is_file() else Path(str(try_to_load_from_cache(name, "config.json") or file))
         try:
-            given, source = dict(json.loads(file.read_text("utf-8"))), str(file)
-        except (OSError, TypeError, ValueError) as error:
-            advice = (
-                "config.json tells the sizes: in the folder, or in the hub's cache (`hf download MODEL config.json`)"
-            )
-            raise NotPlannedError(f"{key}: {cause(error)}; {advice}") from error
+            given, source = json.loads(file.read_text("utf-8")), str(file)
+        except (OSError, ValueError) as error:
+            absent = "no folder with a config.json, and not in the hub's cache (`hf download MODEL config.json`)"
+            fault = absent if isinstance(error, FileNotFoundError) else cause(error)
+            raise NotPlannedError(f"{key}: {fault}") from error
+        if not isinstance(given, dict):
+            raise NotPlannedError(f"{key}: {source} is not an object")
+        given = {"num_experts": given.get("num_local_experts"), **given}  # its name since transformers 5
     else:
-        given, source = dict(zip(KNOWN["columns"], KNOWN["models"][short], strict=True)), "known by name"
+        given, source = dict(zip(KNOWN["columns"], KNOWN["models"][short], strict=False)), "known by name"
     if (kind := given.get("model_type")) not in KNOWN["families"]:
         raise NotPlannedError(f"{key}: model_type={kind} ({source}); only {', '.join(KNOWN['families'])}")
-    values = {"num_key_value_heads": given.get("num_attention_heads"), **KNOWN["families"][kind]}
+    values = {"num_key_value_heads": given.get("num_attention_heads"), **(family := KNOWN["families"][kind])}
     values |= {key: value for key, value in given.items() if value is not None}
-    if wrong := [one for one in KNOWN["columns"][1:-1] if not (isinstance(values.get(one), int) and values[one] > 0)]:
+    least = {one: 0 if family.get(one) == 0 else 1 for one in KNOWN["columns"][1:]}
+    if wrong := [one for one in least if not (isinstance(values.get(one), int) and values[one] >= least[one])]:
         raise NotPlannedError(f"{key}: no number {', '.join(wrong)} in {source}")
     values = {"head_dim": values["hidden_size"] // values["num_attention_heads"], **values}
     m = SimpleNamespace(**values | {"name": name, "source": source})

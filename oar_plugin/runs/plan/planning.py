@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.credit.regression import COLUMNS, FEATURES
-from oar_plugin.hosts.verl.settings import resolve, switched_on, trainer_of
+from oar_plugin.hosts.verl.settings import context_parallel, resolve, switched_on, trainer_of
 from oar_plugin.runs.plan import known
 from oar_plugin.runs.plan.known import ASSUMED, EXPECTED, GIB, Gpu, NotPlannedError, PlanError
 
@@ -54,15 +54,12 @@ class Plan:
         self.cached = self.cached_tokens / (self.rollout.max_model_len or self.max_length)
         peak = max(self.range, key=lambda phase: self.range[phase][least <= total])
         self.fits = least <= total and self.cached >= 1
-        cut = min(self.micro_batch.values()) * self.cp < min(
-            self.max_length, self.rollout.max_model_len or self.max_length
-        )
-        self.verdict = "does not fit" if not self.fits else "fits tightly" if most > total or cut else "fits"
+        self.verdict = "does not fit" if not self.fits else "fits tightly" if most > total else "fits"
         less = "; vLLM's cache holds less than one sequence" if self.cached < 1 else ""
-        less += "; verl ends at a sequence that is longer than a micro-batch" if cut else ""
         self.margin = f"{in_gib(self.range[peak])} of {self.gpu.memory_gib:g} GiB in {peak}{less}"
-        smaller = f"a smaller {ACTOR}.ppo_max_token_len_per_gpu"
-        self.advice = f"try {self.group}.optimizer_offload=True, {smaller}, or more trainer.nnodes"
+        can_shrink = self.actor.ppo_max_token_len_per_gpu * self.cp > self.max_length  # a sequence must fit
+        smaller = f"a smaller {ACTOR}.ppo_max_token_len_per_gpu, " * can_shrink
+        self.advice = f"try {self.group}.optimizer_offload=True, {smaller}or more trainer.nnodes"
         self.passes = trainer_passes(self)
         self.seconds = step_seconds(self, EXPECTED)  # phase -> seconds of one step
         self.oar = sum(self.seconds.get(phase, 0.0) for phase in OAR)
@@ -81,13 +78,13 @@ class Plan:
         trainer, rollout, engine = self.config.trainer, self.rollout, self.engine
         self.gpus: int = trainer.nnodes * trainer.n_gpus_per_node
         self.tp = self.pp = self.ep = self.etp = 1
+        self.cp = context_parallel(self.config)
         if self.megatron:
-            kinds = ("tensor_model", "pipeline_model", "context", "expert_model")
-            self.tp, self.pp, self.cp, self.ep = (engine[f"{kind}_parallel_size"] for kind in kinds)
+            kinds = ("tensor_model", "pipeline_model", "expert_model")
+            self.tp, self.pp, self.ep = (engine[f"{kind}_parallel_size"] for kind in kinds)
             self.etp = engine.expert_tensor_parallel_size or self.tp
             self.recompute = engine.override_transformer_config.get("recompute_granularity") == "full"
-        else:  # verl copies the actor's value to fsdp_config, from which the engine reads it
-            self.cp = max(self.actor.ulysses_sequence_parallel_size, engine.ulysses_sequence_parallel_size)
+        else:
             self.recompute = self.config.actor_rollout_ref.model.enable_gradient_checkpointing
         self.shards = self.gpus if self.megatron or not 1 <= engine.fsdp_size <= self.gpus else engine.fsdp_size
         # In `separate_async` engines have GPUs of their own besides, and generation overlaps with training.
@@ -183,9 +180,9 @@ def _rows(files: Any) -> int:
     return sum(rows) if all(rows) else 0
 
 
-def in_gib(sizes: tuple[float, float], digits: int = 1) -> str:
+def in_gib(sizes: tuple[float, float]) -> str:
     """Return the least and the most number of bytes in GiB: one number if both are the same."""
-    return " to ".join(dict.fromkeys(f"{size / GIB:.{digits}f}" for size in sizes))
+    return " to ".join(dict.fromkeys(f"{size / GIB:.1f}" for size in sizes))
 
 
 def step_memory(p: Plan) -> dict[str, Parts]:
