@@ -61,10 +61,8 @@ def reshape(
     config: OarConfig,
     prediction_B4: Tensor | None = None,
 ) -> Reshaped:
-    """Multiplies the host's advantages `[B, L]` with the gate's weights.
-
-    For the other arguments see `weigh`. Raises nothing: a response that cannot be weighted keeps its advantages, and its status
-    says why.
+    """Multiplies the host's advantages `[B, L]` with the gate's weights. For the other arguments see `weigh`. Raises nothing: a
+    response that cannot be weighted keeps its advantages, and its status says why.
     """
     given = importance_BL, reasoning_BL, rewarded(status_B, advantage_BL), config
     weight_BL, status_B, measure_BM = weigh(*given, prediction_B4=prediction_B4)

@@ -1,9 +1,7 @@
-"""The inspector: one self-contained HTML file that shows responses token by token, with weights, importance and more.
-
-All data are one compressed block: a line of JSON, then columns of numbers over the tokens of all responses, concatenated. Of a
-column first come the first bytes of all numbers, then the second bytes, and so on, which compresses better. Importance is
-float32, as the gate got it: the page computes weights from it. Log-probs and entropies are wrong by at most 0.5 % and 0.001
-nats.
+"""The inspector: one self-contained HTML file that shows responses token by token, with weights, importance and more. All data
+are one compressed block: a line of JSON, then columns of numbers over the tokens of all responses, concatenated. Of a column
+first come the first bytes of all numbers, then the second bytes, and so on, which compresses better. Importance is float32, as
+the gate got it: the page computes weights from it. Log-probs and entropies are wrong by at most 0.5 % and 0.001 nats.
 """
 
 import base64

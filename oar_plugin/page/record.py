@@ -121,10 +121,8 @@ def parse_header(line: str) -> Header:
 def header_for(
     config: "OarConfig", scales: Mapping[str, bool] | None = None, *, run: str = "", model: str = "", **versions: str
 ) -> Header:
-    """Returns the header of responses with these settings.
-
-    `scales` is `Header.arbitrary_scale`, by default that of the importances in the settings. `versions` are added to those of
-    the installed `PACKAGES`.
+    """Returns the header of responses with these settings. `scales` is `Header.arbitrary_scale`, by default that of the
+    importances in the settings. `versions` are added to those of the installed `PACKAGES`.
     """
     from oar_plugin.credit.importance import importance_of  # imports torch
 

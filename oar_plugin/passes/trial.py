@@ -136,11 +136,9 @@ def check_by_trial(
     read: Callable[[list[Tensor]], Sequence[Reading]],
     max_over_ranks: Callable[[int], int],
 ) -> None:
-    """Runs the trial, unless this model object passed one or the importance runs no model.
-
-    All ranks that share the model's weights must call this together. `read` takes two sequences, the first tokens of `token_T`,
-    runs the host's model on them, and returns a `Reading` of all tokens, and perhaps others. `max_over_ranks` returns a count's
-    maximum over ranks.
+    """Runs the trial, unless this model object passed one or the importance runs no model. All ranks that share the model's
+    weights must call this together. `read` takes two sequences, the first tokens of `token_T`, runs the host's model on them,
+    and returns a `Reading` of all tokens, and perhaps others. `max_over_ranks` returns a count's maximum over ranks.
     UnsupportedModelError: names the model's class, what differs, and by how much; or that its outputs are not finite.
     """
     inner, kind = unwrapped(model), request.importance_object

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from numbers import Integral
 from typing import Any
 
 from oar_plugin.output import warn_once
+from oar_plugin.runs.math.sources import messages_of
 
 _TAGS = r"(?:(?:tool|function|execution|search)_?(?:response|result|output)s?|documents?|information|interpreter|observation)>"
 _BEFORE = r"(?:^|\n|<\|im_start\|>|<start_of_turn>|<\|start_header_id\|>)"
@@ -27,14 +29,14 @@ def own_turns(transcript: str, extra_info: Any = None) -> list[str]:
     counts more than two, the whole is one turn, and a warning says so once.
     """
     known = extra_info if isinstance(extra_info, Mapping) else {}
-    said, count = known.get("messages"), known.get("num_turns")
-    count = count if isinstance(count, Integral) else None
+    count = number if isinstance(number := known.get("num_turns"), Integral) else None
     if count is not None and count <= 2:  # verl's agent loops count a question and its answer as two
         return [transcript]
-    messages = [one for one in (said if isinstance(said, list) else ()) if isinstance(one, Mapping)]
-    turns = [text for one in messages if one.get("role") == "assistant" and (text := _text(one)).strip()]
-    if turns and all(text in transcript for text in turns) and transcript.rstrip().endswith(turns[-1].rstrip()):
-        return turns
+    with suppress(ValueError, TypeError, AttributeError):  # something else by this name
+        told = [one["content"] for one in messages_of(known.get("messages")) if one["role"] == "assistant"]
+        turns = [text for text in told if text.strip()]
+        if turns and all(text in transcript for text in turns) and transcript.rstrip().endswith(turns[-1].rstrip()):
+            return turns
     turns, heads = [], list(_HEAD.finditer(transcript))
     if count is None and all(head.lastgroup != "assistant" for head in heads):  # then a line "user" is the model's own
         heads = [head for head in heads if head.lastgroup != "user"]
@@ -49,10 +51,3 @@ def own_turns(transcript: str, extra_info: Any = None) -> list[str]:
         text = "the reward cannot tell the model's turns from others' (num_turns=%s): an answer in a tool's text may be"
         warn_once(f"{text} rewarded; see oar/answer_mismatch. Put the chat's `messages` into extra_info", count)
     return [turn for turn in turns if turn.strip()]
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    """The text of a chat's message, whose content may have parts."""
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [{"text": content}]
-    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))

@@ -1,7 +1,5 @@
-"""The hook's three methods: which responses are scored, the actor's forward, and advantages times weights.
-
-All responses of a step are reshaped at once, before OpenRLHF splits and balances them anew. In its tensors `[B, A]` the first
-token has no entry.
+"""The hook's three methods: which responses are scored, the actor's forward, and advantages times weights. All responses of a
+step are reshaped at once, before OpenRLHF splits and balances them anew. In its tensors `[B, A]` the first token has no entry.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,10 +24,8 @@ ZERO_WHEN_EQUAL = ("group_norm", "rloo", "dr_grpo")  # the estimators under whic
 
 
 class OarAdvantage:
-    """The class that OpenRLHF's `--algo.advantage.plugin` names.
-
-    OpenRLHF makes one in the trainer and one in each actor, with its own arguments and the actor's tokenizer.
-    OarConfigError: a setting or an argument that cannot work.
+    """The class that OpenRLHF's `--algo.advantage.plugin` names. OpenRLHF makes one in the trainer and one in each actor, with
+    its own arguments and the actor's tokenizer. OarConfigError: a setting or an argument that cannot work.
     """
 
     def __init__(self, args: Any, tokenizer: Any) -> None:

@@ -96,10 +96,8 @@ class OarFSDPMixin(ImportancePass):
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> Any:
-        """verl's log-probs and entropy; nothing if OAR reads logits alone, or projects only some rows.
-
-        OAR's backward comes before them. On a GPU, with the graph beside them, this pass would have the peak of the step
-        (docs/evidence/gpu.md).
+        """verl's log-probs and entropy; nothing if OAR reads logits alone, or projects only some rows. OAR's backward comes
+        before them. On a GPU, with the graph beside them, this pass would have the peak of the step (docs/evidence/gpu.md).
         """
         if self._tapped is not None and (taps := self._tapped[0]).tap is not None:
             only = taps.tap.rows_only or isinstance(taps.tap, Reading)

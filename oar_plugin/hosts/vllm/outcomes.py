@@ -105,10 +105,8 @@ class _Tally:
         self.drawn: list[Tensor] = []
 
     def take(self, first: int, count: int) -> list[int]:
-        """Return the rows to read in a step that computes `first .. first + count - 1`.
-
-        After a preemption the engine may start at a position whose row was read already: no row is read twice. If the next row
-        was not computed, none is read.
+        """Return the rows to read in a step that computes `first .. first + count - 1`. After a preemption the engine may start
+        at a position whose row was read already: no row is read twice. If the next row was not computed, none is read.
         """
         left = self.rows[self.taken :]
         if not left or first > left[0]:
