@@ -149,10 +149,10 @@ class OarConfig(_Settings):
     warmup_steps: int = Field(0, ge=0)
     """Number of first training steps that use the probe 'last' instead; for models whose answers are not well formed yet."""
     answer_patterns: tuple[_Pattern, ...] = ("boxed", "hash", "answer_tag", "the_answer_is")
-    """Where the answer is; the last complete match in a response counts. Names: boxed, hash, answer_tag, the_answer_is; or
-    'regex:<expression>' (group 1 is the answer; at most 2 seconds per response); or 'python:<module>:<function>' (your code,
-    without a time limit). A response on which one of these fails falls back to GRPO (fallback/search_failed). Empty: the answer
-    is the last token of the response (probe=last only)."""
+    """Where the answer is; in the last turn with a match, the last complete one counts. Names: boxed, hash, answer_tag,
+    the_answer_is; or 'regex:<expression>' (group 1 is the answer; at most 2 seconds per turn); or 'python:<module>:<function>'
+    (your code, without a time limit). A response on which one of these fails falls back to GRPO (fallback/search_failed).
+    Empty: the answer is the last token of the response (probe=last only)."""
     max_answer_tokens: int = Field(1024, ge=1)
     """A response with a longer answer falls back to GRPO (fallback/answer_too_long): a pattern that matches half of a response
     has not matched an answer, and a masked copy holds the logits of the whole answer."""

@@ -20,10 +20,10 @@ ROUNDING = 2 * torch.finfo(torch.float32).eps  # of the largest reward of a grou
 
 
 def needs_credit(advantage_BL: Tensor, reward_BP: Tensor | None = None, groups: Sequence[Hashable] = ()) -> Tensor:
-    """Whether weights can change a response's update, bool `[B]`: its advantage is finite, and not zero at every token.
+    """Which responses need credit, bool `[B]`: their advantage is finite, and not zero at every token.
 
-    With rewards, not where those of a group of several responses are equal: the advantage is then what rounding leaves of zero,
-    which a division by the standard deviation makes up to 1. Give none if the host compares responses of different groups.
+    With rewards, a group of several responses with equal rewards needs none: its advantage is only rounding, which a division
+    by the standard deviation enlarges up to 1. Pass no rewards if the host normalises over responses of several groups.
     `reward_BP` has the parts of each reward, such as those of its tokens; P may be 1.
     """
     least_B, most_B = advantage_BL.aminmax(dim=-1)  # one pass: a driver does this for all ranks

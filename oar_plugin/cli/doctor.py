@@ -25,8 +25,8 @@ from oar_plugin.runs.launch.preflight import Finding, Level, importable
 LIMIT_S = 300.0  # seconds of one call: an import takes ten, or minutes from a slow network disk
 PACKAGES: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("packages.json").read_text(encoding="utf-8"))
 """Package -> the module whose import shows that it works, tested versions, and how to install it if pip alone does not."""
-_BY_NAME = {name: one.get("advice") or f'pip install "{name}{one.get("tested", "")}"' for name, one in PACKAGES.items()}
-_BY_MODULE = INSTALLS | {one["module"].partition(".")[0]: _BY_NAME[name] for name, one in reversed(PACKAGES.items())}
+_PACKAGE = {name: one.get("advice") or f'pip install "{name}{one.get("tested", "")}"' for name, one in PACKAGES.items()}
+_MODULE = INSTALLS | {one["module"].partition(".")[0]: _PACKAGE[name] for name, one in reversed(PACKAGES.items())}
 ABSENT = "not installed"
 _LOADED = "from verl.trainer.ppo import core_algos; core_algos.get_adv_estimator_fn('oar')"
 
@@ -173,12 +173,12 @@ def _package(name: str, needed: bool, fault: str | None, unseen: Level) -> Findi
     tested = PACKAGES[name].get("tested", "")
     version = installed() if name == "vllm" else next((one.version for one in distributions(name=name)), None)
     if version is None and (not needed or fault == ABSENT):
-        return Finding(name, "missing" if needed else "note", "not installed", _BY_NAME[name])
+        return Finding(name, "missing" if needed else "note", "not installed", _PACKAGE[name])
     if fault:  # a package may need a GPU's driver
         level: Level = "missing" if name == "torch" else unseen
         lacks = re.search(r"No module named '(\w+)(?![\w.])", fault)
         text = f"{version or ''} does not import: {fault}".strip()
-        return Finding(name, level, text, _BY_MODULE.get(lacks[1], "") if lacks else f"again: {_BY_NAME[name]}")
+        return Finding(name, level, text, _MODULE.get(lacks[1], "") if lacks else f"again: {_PACKAGE[name]}")
     if version and importable("packaging"):
         from packaging.specifiers import SpecifierSet
 

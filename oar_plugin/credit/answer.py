@@ -250,7 +250,7 @@ def make_finder(patterns: Sequence[str]) -> Callable[[str], AnswerSpan | None]:
         order = ((bisect_right(ends, one.start), sure, one.start, one, of) for one, of, sure in found if sure >= 0)
         *_, answer, pattern = max(order, default=(None, None))
         if answer is not None and pattern == "boxed" and "the_answer_is" in patterns:
-            boxes = sorted(one for one, *of in found if of == ["boxed", 2])
+            boxes = sorted(one for one, of, sure in found if (of, sure) == ("boxed", 2))
             answer = _option(text, found) or _joined(text, answer, boxes)
         if answer is None:
             return None
@@ -273,7 +273,7 @@ def _option(text: str, found: Iterable[tuple[AnswerSpan, str, int]]) -> AnswerSp
 
 
 def _joined(text: str, answer: AnswerSpan, boxes: list[AnswerSpan]) -> AnswerSpan:
-    """The answer with the boxes before it that one sentence joins to it. `boxes` are in order."""
+    """The answer, extended to the boxes before it that the same sentence joins to it. `boxes` are in order."""
     for before, box in zip(boxes[-2::-1], boxes[::-1], strict=False):
         between = text, before.end, box.marker_start
         alike = len({OPTION.fullmatch(text, one.start, one.end) is None for one in (before, box)}) == 1

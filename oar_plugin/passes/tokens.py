@@ -37,7 +37,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._table: dict[int, tuple[str, bytes | None]] = {}
-        self._marks: dict[int, bytes] = {}  # of special tokens
+        self._marks: dict[int, bytes] = {}  # special tokens that end thoughts or begin a channel -> their names
         self._partial: set[int] = set()  # tokens that may be parts of characters
         self.special = set(tokenizer.all_special_ids)
         # Mistral's has no added tokens but a method of this name, and names of tokens without the bytes of half characters,

@@ -23,10 +23,10 @@ _HEAD = re.compile(
 
 
 def own_turns(transcript: str, extra_info: Any = None) -> list[str]:
-    """Return the model's own turns, none of them blank: at most the whole transcript.
+    """Return the texts that the model wrote, in order: at most the whole transcript.
 
-    They are the assistant's `messages` of `extra_info`, or what the chat format tells. Where neither does and its `num_turns`
-    counts more than two, the whole is one turn, and a warning says so once.
+    They are the assistant's `messages` of `extra_info`, or what the marks of the chat format show. If neither shows turns but
+    `num_turns` is above two, the whole transcript is one turn, and a warning says so once.
     """
     known = extra_info if isinstance(extra_info, Mapping) else {}
     count = number if isinstance(number := known.get("num_turns"), Integral) else None
@@ -40,7 +40,7 @@ def own_turns(transcript: str, extra_info: Any = None) -> list[str]:
     turns, heads = [], list(_HEAD.finditer(transcript))
     if count is None and all(head.lastgroup != "assistant" for head in heads):  # then a line "user" is the model's own
         heads = [head for head in heads if head.lastgroup != "user"]
-    while count is None and heads and heads[-1].lastgroup == "others":  # and a tag that nothing closes
+    while count is None and heads and heads[-1].lastgroup == "others":  # a tag that nothing closes is its own
         heads.pop()
     begin, own = 0, True
     for head in heads:
@@ -48,6 +48,6 @@ def own_turns(transcript: str, extra_info: Any = None) -> list[str]:
         begin, own = head.end(), head.lastgroup in ("own", "assistant")
     turns += [transcript[begin:]] * own
     if count is not None and not any(head.lastgroup in ("others", "user") for head in heads):
-        text = "the reward cannot tell the model's turns from others' (num_turns=%s): an answer in a tool's text may be"
-        warn_once(f"{text} rewarded; see oar/answer_mismatch. Put the chat's `messages` into extra_info", count)
+        text = "the reward cannot distinguish the model's turns from others, and may reward an answer in a tool's text;"
+        warn_once(f"{text} see oar/answer_mismatch. Put the chat's `messages` into extra_info")
     return [turn for turn in turns if turn.strip()]

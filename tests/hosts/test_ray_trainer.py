@@ -177,11 +177,11 @@ def test_another_estimator_runs_only_verls_methods(monkeypatch):
 def test_every_row_is_scored_with_kl_in_the_reward_or_before_a_reward_models_scores():
     one, batch = trainer_of(), batch_of()
     one.config.algorithm.use_kl_in_reward = True
-    assert one._has_advantage(batch).all()
+    assert one._needs_credit(batch).all()
     one.config.algorithm.use_kl_in_reward = False
-    assert one._has_advantage(batch).tolist() == [row < 3 for row in range(6)]
+    assert one._needs_credit(batch).tolist() == [row < 3 for row in range(6)]
     del batch.batch["rm_scores"]
-    assert one._has_advantage(batch).all()
+    assert one._needs_credit(batch).all()
 
 
 @pytest.mark.parametrize("bypass", [False, True])
@@ -209,7 +209,7 @@ def test_ranks_get_equal_numbers_of_rows_to_score():
     lengths, rewards = (40, 37, 30, 31, 20, 21, 10, 11), (1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
     batch = batch_of(lengths, (*"abacdbdc",), rewards)
     one._balance_batch(batch, metrics)
-    assert one._has_advantage(batch).view(2, 4).sum(-1).tolist() == [2, 2]
+    assert one._needs_credit(batch).view(2, 4).sum(-1).tolist() == [2, 2]
     assert (batch.batch["row"].view(2, 4).diff() > 0).all(), "in the order of sampling"
     assert metrics["global_seqlen/balanced_max"] == batch.batch["attention_mask"].view(2, -1).sum(-1).max()
     assert ours.SAMPLED_AT not in batch.batch

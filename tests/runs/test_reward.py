@@ -112,9 +112,9 @@ def test_only_the_models_own_turns_are_read(transcript, info, own):
 
 
 def test_where_turns_cannot_be_told_the_log_says_so_once(caplog):
-    for _ in range(2):
-        assert own_turns("a 8 b", {"num_turns": np.int64(6)}) == ["a 8 b"]
-    assert [one.getMessage()[:22] for one in caplog.records] == ["the reward cannot tell"]
+    for number in (6, 8):
+        assert own_turns("a 8 b", {"num_turns": np.int64(number)}) == ["a 8 b"]
+    assert [one.getMessage()[:29] for one in caplog.records] == ["the reward cannot distinguish"]
 
 
 @pytest.mark.skipif(not MATH_RESPONSES.is_file(), reason="no responses of a real model here")

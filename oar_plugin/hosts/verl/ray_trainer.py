@@ -70,11 +70,11 @@ class OarRayTrainer(TrainerCredit):
         batch.batch[SAMPLED_AT] = torch.arange(len(batch))
         super()._balance_batch(batch, metrics, logging_prefix)  # type: ignore[misc]
         sampled_at = batch.batch.pop(SAMPLED_AT).tolist()
-        lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._has_advantage(batch).tolist()
+        lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._needs_credit(batch).tolist()
         if (order := self._even_order(sampled_at, lengths, needed, metrics, logging_prefix)) is not None:
             batch.reorder(torch.tensor(order))
 
-    def _has_advantage(self, batch: DataProto) -> Tensor:
+    def _needs_credit(self, batch: DataProto) -> Tensor:
         """Whether a row needs credit, bool `[B]`, by the base estimator's advantage from rewards alone. It is not known yet
         with KL in the reward, or before a reward model's scores: then every row counts.
         """
@@ -100,7 +100,7 @@ class OarRayTrainer(TrainerCredit):
             return super()._compute_old_log_prob(batch)  # type: ignore[misc]
         for name in OURS:  # of an earlier pass over this batch: verl unites only equal fields
             batch.batch.pop(name, None)
-        with self._asking(self._has_advantage(batch)) as answer:
+        with self._asking(self._needs_credit(batch)) as answer:
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
         result.batch.update(answer | {ENTROPY: result.batch["entropys"]})
         return result, *others
@@ -117,11 +117,10 @@ class OarRayTrainer(TrainerCredit):
         started, metrics = time.perf_counter(), dict[str, float]()
         if alone := WEIGHTS not in batch.batch:  # bypass mode: no pass has computed log-probs, so this needs its own
             given, uids = (batch.batch["advantages"], batch.batch["token_level_rewards"]), batch.non_tensor_batch["uid"]
-            number = Counter(uids)  # a trainer of one's own may split a group: what is here of it tells nothing
-            whole = [
-                uid if number[uid] >= self.config.actor_rollout_ref.rollout.n else row for row, uid in enumerate(uids)
-            ]
-            with self._asking(needs_credit(self.oar, *given, whole), importance_only=True) as answer:
+            # A trainer of one's own may split a group. Rewards of a part do not show whether all are equal.
+            number, size = Counter(uids), self.config.actor_rollout_ref.rollout.n
+            groups = [uid if number[uid] >= size else row for row, uid in enumerate(uids)]
+            with self._asking(needs_credit(self.oar, *given, groups), importance_only=True) as answer:
                 data = left_right_2_no_padding(batch.to_tensordict())
                 temperature = self.config.actor_rollout_ref.rollout.temperature
                 tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
@@ -130,9 +129,8 @@ class OarRayTrainer(TrainerCredit):
         fields = {name: batch.batch.pop(name) for name in OURS if name in batch.batch}
         entropy_BL, advantage_BL = fields.pop(ENTROPY, None), batch.batch["advantages"]
         late_B1, size_BL = fields[STATUS] == Status.NOT_NEEDED, advantage_BL.abs().nan_to_num(0.0, 0.0, 0.0)
-        if (
-            not alone and late_B1.any() and "rm_scores" in batch.batch
-        ):  # a trainer of one's own may change rewards after the rows were chosen
+        # A trainer of one's own may change rewards after the rows were chosen.
+        if not alone and late_B1.any() and "rm_scores" in batch.batch:
             grown_BL = size_BL - self._advantage_of_scores(batch).abs()
             late_B1 &= grown_BL.amax(-1, keepdim=True) > LATE * size_BL.max()
             fields[STATUS] = fields[STATUS].masked_fill(late_B1, Status.NOT_SCORED)

@@ -118,20 +118,20 @@ def doubts(config: DictConfig, words: Sequence[str]) -> Iterator[tuple[str, bool
     given = {key: OmegaConf.select(config, f"{_ROLLOUT}.{key}") or sys.maxsize for key in needed}
     if short := {key: given[key] - least for key, least in needed.items() if given[key] < least}:
         left, key = min((max(0, response + less), key) for key, less in short.items())
-        limit = f"{_ROLLOUT}.{key} leaves {left} tokens after data.max_prompt_length={prompt}; what is longer is cut"
+        limit = f"{_ROLLOUT}.{key} leaves {left} tokens after data.max_prompt_length={prompt}"
         allowed = ", ".join(f"{key}={needed[key]}" for key in short) + ", or shorter responses"
-        text = f"data.max_response_length={response}: {limit} off and gets no weights; allowed: {allowed}"
+        text = f"data.max_response_length={response}: {limit}; longer ones are cut, without weights; allowed: {allowed}"
         yield "lengths", False, text
-    least = math.ceil(min(prompt + response, length_limits(config)[1]) / context_parallel(config))
+    longest = math.ceil(min(prompt + response, length_limits(config)[1]) / context_parallel(config))
     sizes = {key: OmegaConf.select(config, key) for key, on in _MICRO_BATCHES.items() if OmegaConf.select(config, on)}
-    if small := [f"{key}={size}" for key, size in sizes.items() if size < least]:
-        text = f"{', '.join(small)}: verl ends at a sequence that is longer than a micro-batch"
-        yield "micro-batches", False, f"{text}; allowed: at least {least}"
+    if small := [f"{key}={size}" for key, size in sizes.items() if size < longest]:
+        text = f"{', '.join(small)}: verl stops with an error at a sequence that is longer than a micro-batch"
+        yield "micro-batches", False, f"{text}; allowed: at least {longest}"
     whole = mini * _number(config, f"trainer.v1.{trainer}.parameter_sync_step")
     size, exact = data.train_batch_size, trainer == "separate_async"
     if size != whole if exact else size % whole:
         ends = exact or trainer == RAY_TRAINER
-        does = "verl ends with an error" if ends else "verl fills each batch with empty responses"
+        does = "verl stops with an error" if ends else "verl fills each batch with empty responses"
         text = f"data.train_batch_size={size} with {_ACTOR}.ppo_mini_batch_size={mini}: {does}"
         yield "batch", ends, f"{text}; allowed for {trainer}: {'' if exact else 'a multiple of '}{whole}"
 

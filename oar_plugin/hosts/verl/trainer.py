@@ -105,7 +105,7 @@ class OarTrainerMixin(TrainerCredit):
 
     def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
         """Writes `oar_needed`, the rows that the actor is to score: none that engines have scored. Returns it, bool `[B]`."""
-        needed_B = self._has_advantage(batch)
+        needed_B = self._needs_credit(batch)
         if self.oar.offloads:
             own_B, record_BN = ~_padding_rows(batch), torch.stack(_read(batch, OFFLOAD)[OFFLOAD].unbind())
             status_B = record_BN[:, 0].long()  # before the gate, which the actor has too
@@ -118,8 +118,8 @@ class OarTrainerMixin(TrainerCredit):
         _write(batch, NEEDED, nested(needed_B.long()[:, None]))
         return needed_B
 
-    def _has_advantage(self, batch: Any) -> torch.Tensor:
-        """As in `OarRayTrainer`: the base estimator's, from rewards alone; with KL in the reward every row."""
+    def _needs_credit(self, batch: Any) -> torch.Tensor:
+        """Which rows need credit, bool `[B]`, by the advantage from rewards alone; with KL in the reward, all of them."""
         if self.config.algorithm.use_kl_in_reward:
             return ~_padding_rows(batch)
         fields = _read(batch, "uid", "response_mask", "rm_scores").to_padded_tensor()

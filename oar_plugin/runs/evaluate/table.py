@@ -18,7 +18,7 @@ from scipy import stats
 from oar_plugin.output import printable
 from oar_plugin.runs import reward  # first: it refuses a grader that cannot grade
 from oar_plugin.runs.evaluate.responses import ProblemSet
-from oar_plugin.runs.math.answer import canonical, final_answer
+from oar_plugin.runs.math.answer import canonical
 from oar_plugin.runs.math.pool import TaskFailed
 
 Values = NDArray[np.float64]
@@ -29,19 +29,18 @@ Tables = dict[str, dict[str, dict[str, Estimate]]]  # metric -> row -> column
 
 
 def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Metrics, float]:
-    """Grade the responses to each problem, but equal answers once. Also return the share of responses without an answer."""
-    given = [((place, final_answer(text)), text) for place, row in enumerate(responses) for text in row]
-    keys, text_of = [key for key, _ in given], dict(given)  # the reward takes a whole response
+    """Grade the responses to each problem, but equal ones once. Also return the share of responses without an answer."""
+    keys = [(place, text) for place, row in enumerate(responses) for text in row]
     processes = max(2, min(16, os.cpu_count() or 2))
     pool = reward.start_pool(processes, timeout_s=10.0)  # the reward uses it, too
 
-    def judge(key: tuple[int, str | None]) -> tuple[bool, str | None]:
+    def judge(key: tuple[int, str]) -> tuple[bool, str | None]:
         """Return whether it is right, and a name that is equal for answers that mean the same; None without an answer."""
-        place, answer = key
-        if answer is None:
-            return False, None
-        if reward.compute_score(problems.name, text_of[key], problems.problems[place][1])["acc"] == 1.0:
+        row = reward.compute_score(problems.name, key[1], problems.problems[key[0]][1])
+        if row["acc"] == 1.0:
             return True, ""  # all right answers, whatever their notation
+        if not (answer := row["extracted_answer"]):
+            return False, None
         name = "".join(answer.split())
         if len(answer) <= reward.LONGEST_ANSWER:
             with suppress(TaskFailed):
@@ -49,7 +48,7 @@ def grade(problems: ProblemSet, responses: Sequence[Sequence[str]]) -> tuple[Met
         return False, name
 
     with ThreadPoolExecutor(processes) as threads:
-        judged = dict(zip(text_of, threads.map(judge, text_of), strict=True))
+        judged = dict(zip(once := dict.fromkeys(keys), threads.map(judge, once), strict=True))
     k, names = len(responses[0]), [judged[key][1] for key in keys]
     correct_PK = np.array([judged[key][0] for key in keys]).reshape(-1, k)
     most_P = np.array([majority(names[p * k : (p + 1) * k], row) for p, row in enumerate(correct_PK.tolist())])

@@ -27,6 +27,7 @@ def test_reward_and_credit_read_the_same_answer(response, expected):
 def test_the_truth_says_whether_a_letter_or_a_box_is_the_answer():
     response = "\\boxed{x^2}\n**Answer: C**"
     assert [final_answer(response, truths) for truths in ((), ["C"], ["(C)"], ["x^2"])] == ["C", "C", "C", "x^2"]
+    assert final_answer(r"\boxed{72.5} or \boxed{\frac{145}{2}}", ["72.5"]) == r"\frac{145}{2}", "two notations"
     assert final_answer(["so \\boxed{3}", "the answer is 8", "Done."]) == "8", "the last turn that has any"
 
 
