@@ -180,9 +180,9 @@ def _rows(files: Any) -> int:
     return sum(rows) if all(rows) else 0
 
 
-def in_gib(sizes: tuple[float, float]) -> str:
+def in_gib(sizes: tuple[float, float], digits: int = 1) -> str:
     """Return the least and the most number of bytes in GiB: one number if both are the same."""
-    return " to ".join(dict.fromkeys(f"{size / GIB:.1f}" for size in sizes))
+    return " to ".join(dict.fromkeys(f"{size / GIB:.{digits}f}" for size in sizes))
 
 
 def step_memory(p: Plan) -> dict[str, Parts]:
