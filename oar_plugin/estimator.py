@@ -30,7 +30,8 @@ def needs_credit(advantage_BL: Tensor, reward_BP: Tensor | None = None, groups: 
     needed_B = least_B.isfinite() & most_B.isfinite() & ((least_B != 0) | (most_B != 0))
     if reward_BP is None:
         return needed_B
-    reward_B, size_B = reward_BP.cpu().double().sum(-1), reward_BP.cpu().double().abs().sum(-1)
+    part_BP = reward_BP.cpu().double()
+    reward_B, size_B = part_BP.sum(-1), part_BP.abs().sum(-1)
     members = defaultdict[Hashable, list[int]](list)
     for row in reward_B.isfinite().nonzero()[:, 0].tolist():
         members[groups[row]].append(row)

@@ -286,8 +286,9 @@ def _joined(text: str, answer: AnswerSpan, boxes: list[AnswerSpan]) -> AnswerSpa
 def parts_of(text: str, answer: AnswerSpan) -> list[str]:
     """The texts of the boxes that an answer consists of; of any other answer its own text."""
     whole = text[answer.start : answer.end]
-    inside = (one for one in sorted(_boxed(text)) if answer.start <= one.start and one.end <= answer.end)
-    return [text[one.start : one.end] for one in inside] if r"\boxed" in whole else [whole]
+    if r"\boxed" not in whole:
+        return [whole]
+    return [text[a:b] for _, a, b in sorted(_boxed(text)) if answer.start <= a and b <= answer.end]
 
 
 def find_in_turns(finder: AnswerFinder, turns: Sequence[str]) -> tuple[int, AnswerSpan] | None:

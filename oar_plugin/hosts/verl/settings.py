@@ -153,9 +153,10 @@ def draw_seed(config: DictConfig) -> None:
         file = Path(config.trainer.default_local_dir, "seed.txt")
         if not file.is_file():
             write_whole(file, str(randbelow(2**31)))
+        seed = int(file.read_text("utf-8"))
         for key in unset:
-            OmegaConf.update(config, key, int(file.read_text("utf-8")))
-        say(f"oar: {', '.join(unset)}: {file.read_text('utf-8')}, drawn for this run, kept in {file}", sys.stderr)
+            OmegaConf.update(config, key, seed)
+        say(f"oar: {', '.join(unset)}: {seed}, drawn for this run, kept in {file}", sys.stderr)
 
 
 def resolve(config: DictConfig, here: bool = False) -> OarConfig:

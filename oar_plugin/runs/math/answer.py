@@ -71,9 +71,9 @@ def final_answer(response: str | Sequence[str], truths: Sequence[str] = ()) -> s
         return None
     turn, answer = turns[found[0]], found[1]
     parts = list(dict.fromkeys(parts_of(turn, answer)))
-    letter = any(_WORDS.letter.fullmatch(_plain(truth)) for truth in truths)
-    if truths and not letter and OPTION.fullmatch(parts[0]) and not parts[1:] and (box := _find_box(turn)):
-        parts = parts_of(turn, box)
+    if truths and not parts[1:] and OPTION.fullmatch(parts[0]) and (box := _find_box(turn)):
+        letter = any(_WORDS.letter.fullmatch(_plain(truth)) for truth in truths)
+        parts = parts if letter else parts_of(turn, box)
     if len(parts) > 1 and any(all(compare(truth, part) for part in parts) for truth in truths):
         return parts[-1]
     return ", ".join(parts)
