@@ -23,6 +23,7 @@ STUDIES = {
     "real": "real runs with SmolLM2, GRPO's and OAR's on the same seeds",
     "scaling": "GRPO's and OAR's step over data, tensor, pipeline, sequence and context parallel sizes",
     "fidelity": "how well each importance agrees with exact OAR-P and with tokens that are known to be causal",
+    "labels": "how many exact scores predicted OAR-P needs, and what stands in the masked place",
     "learning": "how fast small models learn with each importance, beside GRPO, random credit and an oracle",
     "marks": "what each credit marks: wrong and right results, filler and form",
 }

@@ -30,15 +30,15 @@ CPU = torch.device("cpu")
 
 
 @torch.no_grad()
-def features(model: Any, response: Response) -> Tensor:
-    """The features of each reasoning token, float32 `[R, F]`, as the passes make them."""
+def features(model: Any, response: Response, layers: Sequence[int] = (-1,)) -> list[Tensor]:
+    """The features of each reasoning token, float32 `[R, F]`, as the passes make them (of the last layer)."""
     device, at_R = next(model.parameters()).device, response.reasoning_R
     token_1T = response.token_T[None].to(device)
     out = model(token_1T, output_hidden_states=True)
-    hidden_TP = projected(out.hidden_states[-1][0]).cpu()
-    log_prob_T = out.logits[0, :-1].float().log_softmax(-1).gather(-1, token_1T[0, 1:, None])[:, 0].cpu()
-    position_R = torch.linspace(-1, 1, len(at_R))
-    return token_features(hidden_TP[at_R], hidden_TP[at_R - 1], -torch.expm1(log_prob_T[at_R - 1]), position_R)
+    log_prob_R = out.logits[0, at_R - 1].float().log_softmax(-1).gather(-1, token_1T[0, at_R, None])[:, 0].cpu()
+    rest = -torch.expm1(log_prob_R), torch.linspace(-1, 1, len(at_R))
+    projections = (projected(out.hidden_states[layer][0]).cpu() for layer in layers)
+    return [token_features(hidden_TP[at_R], hidden_TP[at_R - 1], *rest) for hidden_TP in projections]
 
 
 def predicted(feature: Sequence[Tensor], score: Sequence[Tensor], parts: int) -> list[Tensor]:
@@ -60,7 +60,7 @@ def predicted_rows(model: nn.Module, found: Sequence[Rows]) -> Rows:
     # A source's responses are beside each other.
     order = torch.randperm(len(scored), generator=torch.Generator().manual_seed(0)).tolist()
     mine = [scored[index] for index in order]
-    feature, more = [features(model, row["response"]) for row in mine], Rows(judged=[], costs=[])
+    feature, more = [features(model, row["response"])[0] for row in mine], Rows(judged=[], costs=[])
     for name, (of, parts, columns) in PREDICTED.items():
         score = [row["scores"][of] for row in mine]
         for row, log_R in zip(mine, predicted([one[:, columns] for one in feature], score, parts), strict=True):

@@ -1,0 +1,175 @@
+"""Agreement between replacements, predictions from n labels, and what rounding leaves of a unit's score."""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from benchmarks.fidelity.scores import beyond_position, rank_correlation, top_overlap
+from benchmarks.report import Progress
+from benchmarks.statistics import Estimate
+
+KINDS = ("pad", "separator", "line break", "sampled", "batch")
+"""What stands in the masked place."""
+AGAIN, ROUNDED = "batch again", "pad, bfloat16"
+"""A second draw; and scores as the labels have them. All others are float32."""
+POOL = ("pad", "batch")
+"""What regressions are fitted with: one fixed token, and one drawn anew for each label."""
+LABELS = (128, 256, 512, 1024, 2048, 4096, 8192)
+UNITS, SHOWN = (2, 4, 8, 16, None), 8
+"""Labelled units of a response (None: all); and those that are shown in detail."""
+DRAWS = 8
+"""Of which responses and units are labelled."""
+LEAST, RIDGE = 1e-6, 100.0  # as the package has them
+CONTROL = 4  # the last columns of the features: doubt, position, its square, 1
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A response of R reasoning tokens, of which those without a label have NaN."""
+
+    scores: dict[str, Tensor]  # float64 [R], by what stands in the masked place; and `fisher`
+    features: dict[str, Tensor]  # float32 [R, F], by layer
+    right: bool
+
+
+@dataclass(frozen=True)
+class Long:
+    """Units of a long text."""
+
+    distances: list[int]  # tokens from a unit's first token to the end of the reasoning
+    scores: dict[tuple[str, int], list[float]]  # of the units, by type and span
+
+
+def mean_of_others(scores: dict[str, Tensor], kind: str) -> Tensor:
+    """The mean of the other kinds' scores, each over its mean in the response; of a kind, first over its draws, `[R]`."""
+    scaled = {name: score_R / score_R.mean() for name, score_R in scores.items()}
+    scaled["batch"] = (scaled["batch"] + scaled[AGAIN]) / 2
+    return torch.stack([scaled[other] for other in KINDS if other != kind]).mean(0)
+
+
+def spread(count: int, units: int | None, rng: random.Random) -> list[int]:
+    """One of `count` places from each of `units` parts of about one size; all where there are no more."""
+    if units is None or units >= count:
+        return list(range(count))
+    return [rng.randrange(part * count // units, (part + 1) * count // units) for part in range(units)]
+
+
+def centred_log(score_R: Tensor) -> Tensor:
+    """Scores below a share of the mean count as that share, as in the package."""
+    log_R = score_R.clamp_min(LEAST * score_R.mean()).log()
+    return log_R - log_R.mean()
+
+
+def agreements(judged: Sequence[Scored]) -> pd.DataFrame:
+    """A row for each way to score, kind that is left out (``: all count) and response: against the mean of the other kinds."""
+    rows = list[dict[str, Any]]()
+    for response, row in enumerate(judged):
+        position_R = torch.arange(len(row.scores["pad"]), dtype=torch.float64)
+        for name, score_R in (row.scores | {"position": position_R}).items():
+            kind = {AGAIN: "batch", ROUNDED: "pad"}.get(name, name)
+            of = {"name": name, "response": response, "mean": float(score_R.mean())}
+            of["position"] = top_overlap(score_R, position_R)
+            of |= {f"with {other}": top_overlap(score_R, row.scores[other]) for other in (*KINDS, AGAIN)}
+            rows += [
+                of | {"but": but, **against(score_R, row, but)} for but in ([kind] if kind in KINDS else ["", *POOL])
+            ]
+    return pd.DataFrame(rows)
+
+
+def against(score_R: Tensor, row: Scored, but: str) -> dict[str, float]:
+    """Agreement with the mean of all kinds but one."""
+    mean_R = mean_of_others(row.scores, but)
+    found = {"overlap": top_overlap(score_R, mean_R), "beyond": beyond_position(score_R, mean_R)}
+    return found | {"spearman": rank_correlation(score_R, mean_R)}
+
+
+def fits(pool: Sequence[Scored], layer: str, units: int | None, seed: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Labels wanted, labels, and coefficients on all columns and without hidden states, `[F, 2, N]` of `POOL`.
+
+    Features and targets are centred within each response. The last response may bring a few labels more.
+    """
+    rng, order, labels = random.Random(seed), list(range(len(pool))), 0
+    rng.shuffle(order)
+    wanted, size = list(LABELS), pool[0].features[layer].shape[1]
+    gram_FF, moment_FN = torch.zeros(size, size).double(), torch.zeros(size, len(POOL)).double()
+    control = slice(size - CONTROL, size)
+
+    def solved(columns: slice) -> Tensor:
+        found_FN = torch.zeros_like(moment_FN)
+        part = gram_FF[columns, columns]
+        found_FN[columns] = torch.linalg.solve(part + RIDGE * torch.eye(len(part)).double(), moment_FN[columns])
+        return found_FN
+
+    for row in (pool[index] for index in order):
+        known_N = row.scores["pad"].isfinite().nonzero()[:, 0]
+        chosen = known_N[spread(len(known_N), units, rng)]
+        if len(chosen) < 2 or (units is None and len(known_N) < len(row.scores["pad"])):
+            continue
+        feature_nF = row.features[layer][chosen].double()
+        feature_nF -= feature_nF.mean(0)
+        target_nN = torch.stack([centred_log(row.scores[name][chosen]) for name in POOL], 1)
+        gram_FF += feature_nF.T @ feature_nF
+        moment_FN += feature_nF.T @ target_nN
+        labels += len(chosen)
+        while wanted and labels >= wanted[0]:
+            yield wanted.pop(0), labels, torch.stack([solved(slice(None)), solved(control)], 1)
+
+
+def predictions(pool: Sequence[Scored], judged: Sequence[Scored], progress: Progress) -> pd.DataFrame:
+    """A row for each regression and judged response: against the same replacement, and the mean of the other kinds."""
+    rows = list[dict[str, Any]]()
+    for draw in range(DRAWS):
+        progress("regressions", draw, DRAWS)
+        for layer, units in [*(("last", units) for units in UNITS), ("middle", SHOWN)]:
+            for wanted, labels, weight_F2N in fits(pool, layer, units, draw):
+                key = {"layer": layer, "units": units or 0, "wanted": wanted, "labels": labels, "draw": draw}
+                for response, row in enumerate(judged):
+                    log_2NR = torch.einsum("rf,fcn->cnr", row.features[layer].double(), weight_F2N)
+                    for name, log_R, control_R in zip(POOL, *log_2NR, strict=True):
+                        rows.append(key | {"target": name, "response": response, **judge(log_R, control_R, row, name)})
+    return pd.DataFrame(rows)
+
+
+def judge(log_R: Tensor, control_R: Tensor, row: Scored, name: str) -> dict[str, float]:
+    """Predicted logarithms, and those without hidden states."""
+    exact_R, target_R = row.scores[name], centred_log(row.scores[name])
+    found = {"overlap": top_overlap(log_R, exact_R), "beyond": beyond_position(log_R, exact_R)}
+    found |= {f"others {key}": value for key, value in against(log_R, row, name).items()}
+    found["control"] = beyond_position(control_R, mean_of_others(row.scores, name))
+    errors = [(target_R - x_R + x_R.mean()).square().sum() for x_R in (log_R, control_R)]
+    return found | dict(
+        zip(("error", "control error", "variance"), map(float, [*errors, target_R @ target_R]), strict=True)
+    )
+
+
+def rounded(texts: Iterable[Long]) -> pd.DataFrame:
+    """A row for each unit: its scores in both types. Reached: off by more than half of its score."""
+    rows = []
+    for text, found in enumerate(texts):
+        for (kind, span), score in found.scores.items():
+            if kind == "float32":
+                narrow = found.scores["bfloat16", span]
+                rows += [
+                    {"text": text, "span": span, "distance": d, "score": max(a, 0.0), "narrow": max(b, 0.0)}
+                    for d, a, b in zip(found.distances, score, narrow, strict=True)
+                ]
+    frame = pd.DataFrame(rows)
+    off = (frame["narrow"] - frame["score"]).abs()
+    return frame.assign(error=off, drowned=off > frame["score"] / 2)
+
+
+def of_responses(rows: pd.DataFrame, value: str, of: str | None = None) -> Estimate:
+    """Mean over responses of a column, or with `of` one less the share of it; its interval is a percentile bootstrap."""
+    by = rows.groupby("response")[[value, *([of] if of else [])]].mean().dropna().to_numpy()
+    if not len(by):
+        return Estimate(np.nan)
+    drawn = by[np.random.default_rng(0).integers(len(by), size=(2000, len(by)))].mean(1)
+    mean, drawn = (1 - x[..., 0] / x[..., 1] if of else x[..., 0] for x in (by.mean(0), drawn))
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Estimate(float(mean), float(low), float(high), len(by))
