@@ -21,7 +21,7 @@ AGAIN, ROUNDED = "batch again", "pad, bfloat16"
 POOL = ("pad", "batch")
 """What regressions are fitted with: one fixed token, and one drawn anew for each label."""
 LABELS = (128, 256, 512, 1024, 2048, 4096, 8192)
-UNITS, SHOWN = (2, 4, 8, 16, None), 8
+UNITS, SHOWN = (2, 4, 8, 16, None), 16
 """Labelled units of a response (None: all); and those that are shown in detail."""
 DRAWS = 8
 """Of which responses and units are labelled."""
@@ -46,11 +46,11 @@ class Long:
     scores: dict[tuple[str, int], list[float]]  # of the units, by type and span
 
 
-def mean_of_others(scores: dict[str, Tensor], kind: str) -> Tensor:
+def mean_of_others(scores: dict[str, Tensor], *left_out: str) -> Tensor:
     """The mean of the other kinds' scores, each over its mean in the response; of a kind, first over its draws, `[R]`."""
     scaled = {name: score_R / score_R.mean() for name, score_R in scores.items()}
     scaled["batch"] = (scaled["batch"] + scaled[AGAIN]) / 2
-    return torch.stack([scaled[other] for other in KINDS if other != kind]).mean(0)
+    return torch.stack([scaled[other] for other in KINDS if other not in left_out]).mean(0)
 
 
 def spread(count: int, units: int | None, rng: random.Random) -> list[int]:
@@ -86,6 +86,7 @@ def against(score_R: Tensor, row: Scored, but: str) -> dict[str, float]:
     """Agreement with the mean of all kinds but one."""
     mean_R = mean_of_others(row.scores, but)
     found = {"overlap": top_overlap(score_R, mean_R), "beyond": beyond_position(score_R, mean_R)}
+    found["no separator"] = beyond_position(score_R, mean_of_others(row.scores, but, "separator"))
     return found | {"spearman": rank_correlation(score_R, mean_R)}
 
 

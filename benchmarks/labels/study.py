@@ -23,7 +23,6 @@ from benchmarks.fidelity.predicted import features
 from benchmarks.fidelity.responses import Batch, Response, Source
 from benchmarks.labels.analysis import AGAIN, KINDS, POOL, ROUNDED, UNITS, Long, Scored, spread
 from benchmarks.labels.tables import report_on
-from benchmarks.language import smollm2
 from benchmarks.language.problems import KINDS as PROBLEMS
 from benchmarks.report import Progress, Report
 from benchmarks.workload import check_at_least_one
@@ -33,6 +32,7 @@ from oar_plugin.credit.perturbation import Unit
 from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
 from oar_plugin.passes.request import Request
 
+TEMPERATURE, MAX_TOKENS, SEED = 0.7, 2048, 0
 SPANS, STARTS = (1, 4, 8, 16), 10
 """Tokens of the units of long texts, and how many units of each."""
 WHOLE = 10
@@ -52,8 +52,6 @@ class Settings:
     model: str = "smollm2"
     """smollm2, a folder, or a name of the hub."""
     tasks: tuple[str, ...] = PROBLEMS
-    temperature: float = 0.7
-    """That responses are sampled at."""
     separator: str = "<|endoftext|>"
     """The model's token between documents."""
     judged: int = 12
@@ -62,21 +60,16 @@ class Settings:
     """The same, that they are fitted on."""
     long: int = 60
     """Long texts."""
-    max_tokens: int = 2048
-    """Of a forward, with padding."""
-    threads: int = 1
-    seed: int = 0
     collect: tuple[Literal["judged", "pool", "long"], ...] = ("judged", "pool", "long")
     """In this order. With nothing, the page is made of what is in the folder."""
     out: Path | None = None
 
     def check(self) -> None:
         """Raises: ValueError with the argument at fault."""
-        check_at_least_one(self, "judged", "pool", "long", "max_tokens")
+        check_at_least_one(self, "judged", "pool", "long")
         for file in (self.questions, self.texts):
             if not file.is_file():
                 raise ValueError(f"{file}: there is no such file")
-        smollm2.resolved(self.model)
 
 
 class SharedCopies(MaskedCopies):
@@ -107,8 +100,8 @@ class Collector:
 
     def __init__(self, settings: Settings, progress: Progress) -> None:
         self.settings, self.progress = settings, progress
-        self.writer = Writer(settings.model, torch.device("cpu"), settings.temperature, settings.max_tokens)
-        self.key = asdict(settings) | dict.fromkeys(("folder", "collect", "out", "threads", "questions", "texts"))
+        self.writer = Writer(settings.model, torch.device("cpu"), TEMPERATURE, MAX_TOKENS)
+        self.key = asdict(settings) | dict.fromkeys(("folder", "collect", "out", "questions", "texts"))
         encode = partial(self.writer.tokenizer, add_special_tokens=False)
         texts = {"separator": settings.separator, "line break": "\n"}
         self.fixed = {name: encode(text)["input_ids"][0] for name, text in texts.items()} | {"pad": self.writer.pad}
@@ -130,7 +123,7 @@ class Collector:
 
     def sample(self, kind: str) -> list[Response]:
         """Responses, each to a problem of its own."""
-        asked = self.settings.judged + self.settings.pool, self.settings.seed, self.settings.questions, self.progress
+        asked = self.settings.judged + self.settings.pool, SEED, self.settings.questions, self.progress
         found = language_source(self.writer, kind, "short", *asked).responses
         return list({row.question: row for row in reversed(found)}.values())[::-1]
 
@@ -147,12 +140,12 @@ class Collector:
 
     def scored(self, response: Response, batch: Sequence[Response], judged: bool, most: int | None) -> Scored:
         """Every unit of one token, or `most` of them; the others' scores are NaN. Labels in bfloat16: more in the same time."""
-        model, seed, token_T, at_R = self.writer.model, self.settings.seed, response.token_T, response.reasoning_R
-        chosen = spread(len(at_R), most, random.Random(seed))
+        model, token_T, at_R = self.writer.model, response.token_T, response.reasoning_R
+        chosen = spread(len(at_R), most, random.Random(SEED))
         units: list[Unit] = [(at - len(token_T) + len(response.words),) for at in at_R[chosen].tolist()]
         batch_M = torch.cat([row.token_T[row.reasoning_R] for row in batch])
         given: dict[str, Tensor | None] = {name: torch.full_like(token_T, token) for name, token in self.fixed.items()}
-        given |= {name: drawn_from(batch_M, token_T, seed + again) for again, name in enumerate(("batch", AGAIN))}
+        given |= {name: drawn_from(batch_M, token_T, SEED + again) for again, name in enumerate(("batch", AGAIN))}
         scores = {ROUNDED: self.masked(self.narrow(), response, [(given["pad"], units)])[0]} if judged else {}
         names = (*KINDS, AGAIN) if judged else POOL
         asked = [(given.get(name), units) for name in names]
@@ -160,8 +153,8 @@ class Collector:
             scores[name] = torch.full([len(at_R)], torch.nan, dtype=torch.float64)
             scores[name][chosen] = score_N
         if judged:
-            source = Source("", 0, model, [response], 0, 0.0, "", self.writer.pad, self.settings.temperature)
-            one = Batch(source, [response], OarConfig().probe, seed, self.settings.max_tokens)
+            source = Source("", 0, model, [response], 0, 0.0, "", self.writer.pad, TEMPERATURE)
+            one = Batch(source, [response], OarConfig().probe, SEED, MAX_TOKENS)
             scores["fisher"] = by_importance(model, one, "fisher")[0].detach().double()[at_R]
         found = features(model, response, (-1, model.config.num_hidden_layers // 2))
         return Scored(scores, dict(zip(("last", "middle"), found, strict=True)), response.right)
@@ -169,7 +162,7 @@ class Collector:
     def masked(self, model: Any, response: Response, asked: Iterable[tuple[Tensor | None, list[Unit]]]) -> list[Tensor]:
         """Scores of units, float64 `[N]`, for each of what stands in the masked place."""
         config, token_T = OarConfig(importance="oar_p"), response.token_T
-        copies = SharedCopies(model, Request(config, config.probe, self.settings.seed), self.settings.max_tokens)
+        copies = SharedCopies(model, Request(config, config.probe, SEED), MAX_TOKENS)
         candidate, found = Candidate.of(token_T, response.segments_T[len(token_T) - len(response.words) :]), []
         for copies.given_T, units in asked:
             found.append(torch.tensor(copies.run(candidate, units), dtype=torch.float64))
@@ -178,7 +171,7 @@ class Collector:
     def long_texts(self) -> Iterator[tuple[str, Callable[[], Long]]]:
         """Responses that other models wrote, one to a question, in an order of the seed."""
         rows = [json.loads(line) for line in self.settings.texts.read_text(encoding="utf-8").splitlines()]
-        random.Random(self.settings.seed).shuffle(rows)
+        random.Random(SEED).shuffle(rows)
         finder, found, tokenizer = make_finder(OarConfig().answer_patterns), 0, self.writer.tokenizer
         for row in {row["question"]: row for row in rows}.values():
             if found == self.settings.long:

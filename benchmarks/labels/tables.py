@@ -18,6 +18,7 @@ from benchmarks.report import COLOURS, Progress, Report, Table, subplots
 DISTANCES = [0, 64, 128, 256, 512, 1024]
 FAR = (500, 2048, 4096)
 """Tokens before the answer that unit scores are put at by the line through their logarithms."""
+PLAIN = "beyond position, mean without the separator"
 NOTES = (
     "Top 20 %: overlap of the 20 % largest scores. Beyond position: correlation of ranks without the best quadratic function "
     "of the position. Other kinds: the mean of exact scores, each over its mean in the response, with what else stands in the "
@@ -32,8 +33,9 @@ NOTES = (
     "Intervals (±, half the width at 95 %) are percentile bootstraps over responses of the mean over draws. Variance "
     "explained: of all judged responses' centred log scores.",
     "Long texts were written by other models, and read by this one after their question; masked copies with `pad`. Units of "
-    "all sizes begin at the same tokens. Error: difference of a unit's scores in bfloat16 and float32, on a CPU; a GPU rounds "
-    "otherwise. Distances beyond the longest text are extrapolated from the line of log score on log distance.",
+    "all sizes begin at the same tokens. Error: difference of a unit's scores in bfloat16 and float32, on a CPU (the forward "
+    "without replacements whole, copies behind its cache); a GPU rounds otherwise. Order kept: rank correlation within a text; "
+    "of the two largest of its ten units in float32. Distances beyond the longest text are extrapolated from the line of log score on log distance.",
 )  # fmt: skip
 
 
@@ -43,15 +45,16 @@ def report_on(
     agreed, fitted = analysis.agreements(judged), analysis.predictions(pool, judged, progress)
     spans = analysis.rounded(long)
     labels = sum(int(row.scores["pad"].isfinite().sum()) for row in pool)
+    asked = [len(settings["tasks"]) * settings[part] for part in ("judged", "pool")]
     counts = (
-        f"Judged: {len(judged)} responses with {sum(len(row.scores['pad']) for row in judged):,} reasoning tokens, on which "
-        f"nothing is fitted. Fitted on: up to {labels:,} labels of {len(pool)} other responses. Each is to a problem of its "
-        f"own. Long texts: {len(long)}."
+        f"Judged: {len(judged)} of {asked[0]} responses that were asked for, with "
+        f"{sum(len(row.scores['pad']) for row in judged):,} reasoning tokens; nothing is fitted on them. Fitted on: up to "
+        f"{labels:,} labels of {len(pool)} of {asked[1]} other responses. Each is to its own problem, sampled at temperature "
+        f"0.7 after few-shot examples. Long texts: {len(long)} of at most {settings['long']}. `--collect` with nothing makes "
+        "the page of what there is."
     )
     name = Path(settings["model"]).name
-    means = (
-        fitted.groupby(["target", "layer", "units", "wanted"]).mean().drop(columns=["response", "draw"]).reset_index()
-    )
+    means = fitted.groupby(["target", "layer", "units", "wanted"]).mean().reset_index()
     frames = {"agreements": agreed, "labels": means, "spans": spans}
     runs = {key: rows.round(5).astype(object).where(rows.notna(), None).to_dict("list") for key, rows in frames.items()}
     tables = [replacements(agreed), pairs(agreed), by_rule(agreed, fitted), *curves(fitted), details(fitted)]
@@ -70,23 +73,14 @@ def cells(rows: pd.DataFrame, *values: str) -> list[str]:
 
 
 def replacements(agreed: pd.DataFrame) -> Table:
-    lines = []
-    for name, rows in agreed[~agreed["but"].isin(POOL) | agreed["name"].str.startswith(POOL)].groupby(
-        "name", sort=False
-    ):
-        again = plus_minus(of_responses(rows, f"with {AGAIN}")) if name == "batch" else ""
-        mean = "" if name in ("fisher", "position") else f"{rows['mean'].mean():.3f}"
-        lines.append([str(name), *cells(rows, "overlap", "spearman", "beyond", "position"), again, mean])
-    columns = (
-        "score",
-        "top 20 %",
-        "Spearman",
-        "beyond position",
-        "top 20 % of position",
-        "of a second draw",
-        "mean score",
-    )
-    return Table("What stands in the masked place, against the mean of the other kinds", columns, lines)
+    lines, but_own = [], ~agreed["but"].isin(POOL) | agreed["name"].str.startswith(POOL)
+    for name, rows in agreed[but_own].groupby("name", sort=False):
+        line = [str(name), *cells(rows, "overlap", "spearman", "beyond", "no separator", "position")]
+        line.append(plus_minus(of_responses(rows, f"with {AGAIN}")) if name == "batch" else "")
+        lines.append([*line, "" if name in ("fisher", "position") else f"{rows['mean'].mean():.3f}"])
+    columns = "score", "top 20 %", "Spearman", "beyond position", PLAIN, "top 20 % of position"
+    title = "What stands in the masked place, against the mean of the other kinds"
+    return Table(title, [*columns, "of a second draw", "mean score"], lines)
 
 
 def pairs(agreed: pd.DataFrame) -> Table:
@@ -97,28 +91,26 @@ def pairs(agreed: pd.DataFrame) -> Table:
     return Table("Overlap of the top 20 %, of two", ["score", *KINDS], lines)
 
 
-def most(fitted: pd.DataFrame, target: str, units: int) -> pd.DataFrame:
-    """The regressions with the most labels."""
-    rows = fitted[(fitted["target"] == target) & (fitted["units"] == units) & (fitted["layer"] == "last")]
-    return rows[rows["wanted"] == rows["wanted"].max()]
-
-
 def by_rule(agreed: pd.DataFrame, fitted: pd.DataFrame) -> Table:
+    """Regressions with the most labels."""
     lines = []
     for target in POOL:
-        beside = {name: agreed[(agreed["name"] == name) & (agreed["but"] == target)] for name in ("fisher", "position")}
-        for units in (SHOWN, 0):
-            mine = most(fitted, target, units).groupby(["response", "labels"]).mean(numeric_only=True).reset_index()
-            name = (
-                f"predicted, fitted with {target}: {mine['labels'].mean():,.0f} labels, {units or 'all'} of a response"
+        beside = agreed[agreed["but"] == target].set_index("response")
+        for layer, units in (*(("last", units) for units in UNITS[2:]), ("middle", SHOWN)):
+            rows = fitted[(fitted[["target", "layer", "units"]] == [target, layer, units or 0]).all(axis=1)]
+            mine = (
+                rows[rows["wanted"] == rows["wanted"].max()].groupby("response").mean(numeric_only=True).reset_index()
             )
-            fisher = mine["response"].map(beside["fisher"].set_index("response")["beyond"])
+            fisher = mine["response"].map(beside[beside["name"] == "fisher"]["beyond"])
+            values = cells(mine, "others overlap", "others beyond", "others no separator")
+            name = f"predicted, {layer} layer: {mine['labels'].mean():,.0f} labels, {units or 'all'} of a response"
             gain = plus_minus(of_responses(mine.assign(gain=mine["others beyond"] - fisher), "gain"), "+")
-            lines.append([name, f"all but {target}", *cells(mine, "others overlap", "others beyond"), gain])
-        for name, rows in beside.items():
-            lines.append([name, f"all but {target}", *cells(rows, "overlap", "beyond"), ""])
-    columns = "credit", "mean of", "top 20 %", "beyond position", "minus `fisher`"
-    return Table("Against replacements that nothing was fitted with", columns, lines)
+            lines.append([name, target, *values, gain])
+        for name in ("fisher", "position"):
+            rows = beside[beside["name"] == name].reset_index()
+            lines.append([name, f"not {target}", *cells(rows, "overlap", "beyond", "no separator"), ""])
+    columns = "credit", "fitted with", "top 20 %", "beyond position", PLAIN, "beyond position, minus `fisher`"
+    return Table("Against the mean of the kinds that nothing was fitted with", columns, lines)
 
 
 def curves(fitted: pd.DataFrame) -> Iterator[Table]:
@@ -147,29 +139,32 @@ def by_distance(spans: pd.DataFrame) -> Table:
     lines = []
     for (span, far), rows in spans.groupby(["span", pd.cut(spans["distance"], DISTANCES)], observed=True):
         sizes = [f"{rows[column].median():.1e}" for column in ("score", "error")]
-        lines.append(
-            [f"{span}", f"{far.left + 1} to {far.right}", f"{len(rows)}", *sizes, f"{rows['drowned'].mean():.0%}"]
-        )
+        of = f"{span}", f"{far.left + 1} to {far.right}", f"{len(rows)}"
+        lines.append([*of, *sizes, f"{rows['drowned'].mean():.0%}"])
     columns = "tokens of a unit", "to the answer", "units", "median score", "median error", "off by more than half"
     return Table("Units of long texts: scores in float32, and their error in bfloat16", columns, lines)
-
-
-def line_of(rows: pd.DataFrame) -> np.ndarray:
-    """Slope and height of log score on log distance."""
-    kept = rows[rows["score"] > 0]
-    return np.polyfit(np.log(kept["distance"]), np.log(kept["score"]), 1)
 
 
 def by_unit(spans: pd.DataFrame) -> Table:
     lines = []
     for span, rows in spans.groupby("span"):
         order = rows.groupby("text")[["score", "narrow"]].apply(lambda one: one.rank().corr().iloc[0, 1])
-        kept = plus_minus(of_responses(order.rename("kept").rename_axis("response").reset_index(), "kept"))
-        line = line_of(rows)
+        kept = plus_minus(of_responses(pd.DataFrame({"response": order.index, "kept": order}), "kept"))
+        logs = np.log(rows[rows["score"] > 0][["distance", "score"]])
+        line = np.polyfit(logs["distance"], logs["score"], 1)  # slope and height
         far = [f"{np.exp(np.polyval(line, np.log(distance))):.1e}" for distance in FAR]
-        far_off = rows[rows["distance"] > DISTANCES[-3]]["error"].median()
-        lines.append([f"{span}", kept, f"{rows['drowned'].mean():.0%}", f"{line[0]:.2f}", *far, f"{far_off:.1e}"])
-    columns = "tokens of a unit", "order kept", "off by more than half", "slope", *(f"score at {d:,}" for d in FAR)
+        error = rows[rows["distance"] > DISTANCES[-3]]["error"].median()
+        largest = rows[rows.groupby("text")["score"].rank(ascending=False) <= 2]
+        off = (f"{some['drowned'].mean():.0%}" for some in (rows, largest))
+        lines.append([f"{span}", kept, *off, f"{line[0]:.2f}", *far, f"{error:.1e}"])
+    columns = (
+        "tokens of a unit",
+        "order kept",
+        "off by more than half",
+        "of the two largest",
+        "slope",
+        *(f"score at {d:,}" for d in FAR),
+    )
     return Table("By unit, all distances", [*columns, f"median error beyond {DISTANCES[-3]}"], lines)
 
 
@@ -177,21 +172,26 @@ def draw(agreed: pd.DataFrame, fitted: pd.DataFrame, spans: pd.DataFrame) -> Fig
     figure, (left, middle, right) = subplots(1, 3, figsize=(12, 4))
     for colour, units in zip(COLOURS, UNITS, strict=False):
         rows = fitted[(fitted["units"] == (units or 0)) & (fitted["layer"] == "last")]
-        for panel, column, target in ((left, "overlap", "pad"), (middle, "others beyond", "pad")):
-            means = rows[rows["target"] == target].groupby("wanted")[column].mean()
-            panel.plot(means.index, means, "o-", color=colour, label=f"{units or 'all'} of a response", markersize=4)
-    beside = agreed[agreed["but"] == "pad"].groupby("name")["beyond"].mean()
-    for name, style in (("fisher", "--"), ("position", ":")):
-        middle.axhline(beside[name], color=COLOURS[-1], linestyle=style, label=name)
+        for panel, column in ((left, "overlap"), (middle, "others beyond")):
+            for target, style in zip(POOL, ("o-", "s:"), strict=True):
+                means = rows[rows["target"] == target].groupby("wanted")[column].mean()
+                panel.plot(means.index, means, style, color=colour, label=f"{target}, {units or 'all'} of a response")
+            panel.set(xscale="log", xlabel="labels", xticks=sorted(fitted["wanted"].unique()))
+    middle.axhline(
+        agreed[agreed["name"] == "fisher"]["beyond"].mean(), color=COLOURS[-1], linestyle="--", label="fisher"
+    )
     for colour, (span, rows) in zip(COLOURS, spans.groupby("span"), strict=False):
         means = rows.groupby(pd.cut(rows["distance"], DISTANCES), observed=True)[
             ["distance", "score", "error"]
         ].median()
-        right.loglog(means["distance"], means["score"], "o-", color=colour, label=f"{span} tokens", markersize=4)
+        right.loglog(means["distance"], means["score"], "o-", color=colour, label=f"units of {span}")
         right.loglog(means["distance"], means["error"], ":", color=colour)
-    for panel, y in ((left, "top 20 %, same replacement"), (middle, "beyond position, other kinds")):
-        panel.set(xscale="log", xlabel="labels, fitted with pad", ylabel=y)
-        panel.legend(fontsize=7)
-    right.set(xlabel="tokens to the answer", ylabel="median score of a unit; dotted: error of bfloat16")
-    right.legend(fontsize=7)
+    left.set(ylabel="top 20 %, same replacement")
+    middle.set(ylabel="beyond position, other kinds")
+    right.set(xlabel="tokens to the answer", xticks=DISTANCES[1:-1], ylabel="median score; dotted: error of bfloat16")
+    for panel in (left, middle, right):
+        panel.xaxis.set_major_formatter("{x:.0f}")
+        panel.minorticks_off()
+        if panel is not left:
+            panel.legend(fontsize=6)
     return figure

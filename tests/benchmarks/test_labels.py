@@ -73,9 +73,9 @@ def test_the_study_on_a_random_model(monkeypatch, tmp_path):
     report.machine = again.machine = None
     assert again.markdown(None) == report.markdown(None)
     page = report.markdown(None)
-    assert "Judged: 6 responses" in page
-    assert "2 other responses" in page
-    assert "Long texts: 2" in page
+    assert "Judged: 6 of 6 responses" in page
+    assert "2 of 2 other responses" in page
+    assert "Long texts: 2 of at most 3" in page
     for row in ("| sampled |", "| batch again |", "| all |", "| batch, middle layer | 16 |", "| 16 | 1 to 64 |"):
         assert row in page
     report.write(tmp_path / "out")
