@@ -262,7 +262,7 @@ AMORTIZED = {
     "NTHR": "thr",
     "A3PO": "a3po",
 }
-AT_7B = {"fisher/8": "fisher, 1 in 8", "value": "value", "fisher": "fisher"}
+AT_7B = {"fisher/8": "fisher, 1 in 8", "fisher": "fisher"}
 """Methods, and their names on the page of counts."""
 IN_STEPS = {
     "parallel_2": "`parallel`, two steps",
@@ -291,13 +291,11 @@ def amortized_at_7b() -> str:
     from benchmarks.learning.plan import PLANS, read_plan
 
     plan, runs = read_plan(PLANS / "amortized.yaml"), pd.DataFrame(trainings("learning_amortized"))
-    counted = [row for title in ("What OAR adds", "The same where") for row in rows_of("count", title)]
-    of_7b = {
-        row["importance"]: row for row in counted if "7B" in row["model"] and row.get("response", "4,096") == "4,096"
-    }
+    counted = rows_of("count", "Where importance runs")
+    of_7b = {row["importance"]: row for row in counted if "7B" in row["model"] and row["response"] == "4,096"}
     rows = []
     for label, name in ((label, name) for label, name in AMORTIZED.items() if name in AT_7B):
-        added = float(of_7b[AT_7B[name]]["60%"])
+        added = float(of_7b[AT_7B[name]]["in the log-prob pass"].split()[0]) / 100
         runs["flops"] = [np.full(plan.steps, 1 + added * (method == name)) for method in runs["method"]]
         gains = [signed(gain(plan, runs, task, name, "flops")[0]) for task in IN_STEPS]
         rows.append([label, f"{100 * added:.2g} %", *gains])
