@@ -108,7 +108,7 @@ class Predictor:
     def __init__(self, share: float, units: int | None, span: int) -> None:
         self.regression = Regression(FEATURES, RIDGE)
         self.learning, self.explained = 0, (math.nan, math.nan)
-        self._share, self._units, self.span = share, units, span
+        self._share, self._units, self.span, self.fewest = share, units, span, FEWEST
         self._labels = list[
             tuple[Tensor, Tensor]
         ]()  # centred features and scores of each response of this rank and step
@@ -132,7 +132,7 @@ class Predictor:
         bin_B = (hashed(seed_B)[usable_B] * BINS).long().clamp_max(BINS - 1)
         found_2B = torch.stack([labels_B * (labels_B > 1), torch.ones_like(labels_B)])[:, usable_B]
         most_2N = total(torch.zeros(2, BINS).index_add_(1, bin_B, found_2B.float())).cpu().cumsum(-1)
-        labels, responses = float(FEWEST), math.ceil(self._share * most_2N[1, -1].item())
+        labels, responses = float(self.fewest), math.ceil(self._share * most_2N[1, -1].item())
         if not self.ready:
             labels = max(labels, MARGIN * (ENOUGH[0] - self.regression.labels))
             responses = max(responses, math.ceil(ENOUGH[1] - self.regression.responses))
