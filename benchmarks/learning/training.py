@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -69,6 +70,7 @@ class Credit:
     share: float | None = None  # of the responses whose importance is computed, to predict that of all
     units: int | None = None  # of each of these that are scored
     labels: int | None = None  # of each step at least, in place of the package's number
+    replacement: Literal["pad", "sampled"] = "pad"  # what stands in place of a masked token
     surface: bool = False  # a control: predicted from position and doubt alone
     inverted: bool = False  # a control: what is important is not, and the other way round
 
@@ -303,7 +305,8 @@ def predictor_for(run: Run) -> Predictor | None:
 
 
 def request_of(run: Run, step: int) -> Request:
-    return Request.of_step(run.credit.config(run.seed), step + 1, replacement_token=PAD)
+    masked = PAD if run.credit.replacement == "pad" else None
+    return Request.of_step(run.credit.config(run.seed), step + 1, replacement_token=masked)
 
 
 def importance(

@@ -89,19 +89,20 @@ def test_a_rollout_has_the_responses_that_teach_something(rollout):
 
 
 @pytest.mark.parametrize(
-    ("name", "probe", "share", "units"),
-    [(name, "answer_mean", None, None) for name in ("fisher", "entropy", "oar_g", ONWARD)]
-    + [("oar_p", probe, None, None) for probe in PROBES]
-    + [("fisher", "answer_mean", 0.5, None), ("oar_p", "answer_mean", 0.5, None), ("oar_p", "answer_mean", 0.1, 3)],
+    ("name", "probe", "share", "units", "replacement"),
+    [(name, "answer_mean", None, None, "pad") for name in ("fisher", "entropy", "oar_g", ONWARD)]
+    + [("oar_p", probe, None, None, "pad") for probe in PROBES]
+    + [("fisher", "answer_mean", 0.5, None, "pad"), ("oar_p", "answer_mean", 0.5, None, "pad")]
+    + [("oar_p", "answer_mean", None, None, "sampled"), ("oar_p", "answer_mean", 0.1, 3, "sampled")],
 )
 def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(
-    name, probe, share, units, model, rollout, monkeypatch
+    name, probe, share, units, replacement, model, rollout, monkeypatch
 ):
     """Predicted importance too, from the second step on."""
     monkeypatch.setattr(training, "micro_batches", partial(micro_batches, rows=4))
     monkeypatch.setattr(prediction, "ENOUGH", (20, 2))
     monkeypatch.setattr(prediction, "FEWEST", 6)
-    run = replace(RUN, credit=Credit(importance=name, probe=probe, share=share, units=units))
+    run = replace(RUN, credit=Credit(importance=name, probe=probe, share=share, units=units, replacement=replacement))
     here, there = training.predictor_for(run), None
     if share is not None:  # the small trainer predicts from hidden states without this weight
         torch.nn.init.ones_(model.model.norm.weight)
@@ -112,6 +113,7 @@ def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(
         "probe": probe,
         "amortize.share": share,
         "amortize.units": units,
+        "perturbation.replacement": replacement,
     }
     for step in range(1 if share is None else 4):
         labelled_BL = training.labelled(here, training.request_of(run, step), rollout)
