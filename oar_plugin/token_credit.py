@@ -28,7 +28,7 @@ from oar_plugin.page.record import PREDICTED, Header, Response, header_for
 from oar_plugin.passes.plain import batch_importance, in_eval_mode, packed_rows
 from oar_plugin.passes.predicted_batch import PredictedBatch
 from oar_plugin.passes.prediction import predictor_of
-from oar_plugin.passes.request import Request, replacement_token
+from oar_plugin.passes.request import Request, replacement_fault, replacement_token
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -120,11 +120,8 @@ class TokenCredit:
         self.predictor = predictor_of(self.config)
         self._prediction_B4: Tensor | None = None  # of the last batch, until `reshape`
         self._replacement = replacement_token(self.config, padding or tokenizer)
-        if self._replacement in self._eos_token_ids:
-            setting = f"{prefix}.perturbation.replacement=pad"
-            text = "%s: %r also ends responses. A copy then has an end within it, and scores depend on it; for other scores "
-            text += "set another pad_token, or perturbation.replacement=sampled"
-            warn_once(text, setting, tokenizer.pad_token)
+        if tokenizer and (ends := replacement_fault(self._replacement, tokenizer, self._eos_token_ids)):
+            warn_once("%s.perturbation.replacement=pad: %s", prefix, ends)
         config = self.config.dump
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)
 

@@ -134,7 +134,7 @@ def test_a_padding_token_that_ends_responses_is_said_once(model, caplog):
     for settings in ({"importance": "oar_p"}, {"importance": "oar_p"}, {}, {"perturbation.replacement": "sampled"}):
         oar_plugin.importance(model, **given, **settings)
     (said,) = caplog.messages
-    assert "importance.perturbation.replacement=pad: '<eos>' also ends responses." in said
+    assert "importance.perturbation.replacement=pad: '<eos>' ends responses or separates documents." in said
 
 
 @pytest.mark.parametrize("importance", ["fisher", "oar_p"])
