@@ -207,12 +207,12 @@ def report(planned: dict[str, list[Work]], pieces: Pieces) -> Report:
         here = {name: pieces.get((part, work.size, work.response_length, name), {}) for name in names(work)}
         seconds, flops = {name: one["s"] for name, one in here.items() if "s" in one}, flops_of(part, work, pieces)
         for name, one in here.items():
-            cells = [one.get("error") or one.get("skipped", "not begun, or cut off"), *[""] * (len(COLUMNS) - 4)]
+            cells = [one.get("error", "no time was left, or cut off"), *[""] * (len(COLUMNS) - 4)]
             if name in seconds:
                 tera, shares = flops.get(name, math.nan) / 1e12, [added(name, of, part) for of in (seconds, flops)]
                 sizes = [one.get(key, math.nan) / 2**30 for key in ("peak_bytes", "bytes_before")]
                 numbers = one["s"], len(one["seconds"]), tera, tera / one["s"], *shares, *sizes
-                cells = [f"{number:.3g}".replace("nan", "") for number in numbers]
+                cells = [f"{number:,.4g}".replace("nan", "") for number in numbers]
             rows[part].append([work.size, f"{work.response_length:,}", name, *cells])
     tables = [Table(f"{TITLES[part]}, {ATTENTION[part]}", COLUMNS, of) for part, of in rows.items()]
     notes = NOTES if "engine" in planned else [*NOTES, "verl is not installed: its engine was not measured."]
@@ -226,13 +226,12 @@ NOTES = [
     "16 responses behind prompts of 512 tokens, the last 16 tokens the answer, in micro-batches of 8 rows (1,024 tokens) or 2 "
     "(4,096). Weights are random, in the shapes of Qwen2.5; 7b has no update. Responses of 4,096 tokens, and all of 7b, "
     "compute activations again in a backward, layer by layer. Tiny shapes are a rehearsal: their figures say nothing.",
-    f"s: median of {REPEATS} runs after one to warm up, fewer where they are long; the device has finished at both ends. GiB: "
-    "the most that CUDA's allocator held, and what was there before: weights and the optimizer's state. None on a CPU.",
+    f"s: median of {REPEATS} runs after one to warm up, fewer where they are long. GiB: the most that CUDA's allocator held, "
+    "and what was there before: weights and the optimizer's state.",
     "Plain: weights and AdamW's moments in bf16, log-probs without entropy; an importance has a pass of its own. Engine: "
     "float32 weights and moments, bf16 arithmetic, verl's own log-probs, entropy and PPO loss; an importance comes out of a "
     "log-prob pass: s, TFLOP and GiB have log-probs in them, what is added has not.",
-    "FLOPs: matrix products and attention (half, for it is causal), counted as operations run; the engine's are derived from "
-    "the plain ones.",
+    "FLOPs: matrix products and attention (half, for it is causal), counted as operations run; the engine's follow from those.",
     f"Copies: {UNITS} units of {SPAN} tokens masked in each of {ROWS} responses, and the forwards of these without a mask.",
 ]
 
@@ -254,12 +253,12 @@ def main() -> int:
         works, fault = Works(), ""
         for name in names(work):
             key = told.part, work.size, work.response_length, name
-            if "s" in read(file, common["on"]).get(key, {}):
+            if time.time() >= told.until or "s" in read(file, common["on"]).get(key, {}):
                 continue
             gc.collect()  # a model, and what a failed piece had
             torch.cuda.empty_cache()
-            found: dict[str, Any] = {"error": fault} if fault else {"skipped": "no time was left"}
-            if not fault and time.time() < told.until:
+            found: dict[str, Any] = {"error": fault}
+            if not fault:
                 try:
                     works = works or {"plain": plain, "engine": engine}[told.part](work, device)
                     found = measure(works[name], device, told.until, told.part == "plain", 2 if told.tiny else REPEATS)
