@@ -16,7 +16,7 @@ from torch import Tensor
 
 from oar_plugin.config import PREFIX, OarConfig
 from oar_plugin.credit.noise import uniform
-from oar_plugin.credit.regression import FEATURES, Regression, token_features, wide
+from oar_plugin.credit.regression import FEATURES, REMEMBERED, Regression, token_features, wide
 from oar_plugin.output import logger
 from oar_plugin.passes.gradient import Packed, Scores
 from oar_plugin.passes.taps import to_device
@@ -72,8 +72,8 @@ class Features:
         index_T = reasoning_T.cumsum(0) - 1 - (self.size_B.cumsum(0) - self.size_B)[response_T]
         last_T = self.size_B[response_T] - 1
         position_T = torch.where(last_T > 0, 2 * index_T / last_T.clamp_min(1) - 1, 0.0).float()
-        self.at_N, self._position_T = to_device(device, reasoning_T.nonzero()[:, 0], position_T)
-        self._log_prob_T = log_prob_T.to(device, torch.float32)
+        (self.at_N,) = to_device(device, reasoning_T.nonzero()[:, 0])
+        self._position_T, self._log_prob_T = position_T.to(device), log_prob_T.to(device, torch.float32)
 
     def of(self, at_n: Tensor) -> Tensor:
         """`token_features` of the reasoning tokens at some packed positions, float32 `[n, F]`."""
@@ -194,7 +194,7 @@ class Predictor:
         judged, variance, error, surface = self._judged_4.tolist()
         if variance:
             self.explained = 1 - error / variance, 1 - surface / variance
-        if judged >= ENOUGH[0] and error >= surface and variance and not self._warned:
+        if judged > REMEMBERED[0] / 2 and error >= surface and variance and not self._warned:
             text = "OAR: hidden states explain %.0f %% of the variance of scores, position and doubt alone %.0f %%: they add "
             text += "nothing to these; see the metrics oar/amortize/explained and oar/amortize/explained_by_position"
             logger.warning(text, *(100 * share for share in self.explained))
