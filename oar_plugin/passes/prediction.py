@@ -44,7 +44,7 @@ class Units:
         reasoning_T, response_T = packed.reasoning_T, packed.response_T
         at_N, index_N = reasoning_T.nonzero()[:, 0], torch.arange(int(reasoning_T.sum()))
         response_N = response_T[at_N]
-        begins_N = (at_N.diff(prepend=at_N[:1] - 2) > 1) | (response_N.diff(prepend=response_N[:1]) > 0)
+        begins_N = at_N.diff(prepend=at_N[:1] - 2) > 1  # between two responses is a prompt
         place_N = (index_N - index_N.where(begins_N, 0).cummax(0)[0]) % span
         kept_N = torch.ones_like(begins_N) if labelled_T is None else labelled_T[at_N]
         self.number_N = (place_N == 0).cumsum(0) - 1

@@ -262,11 +262,6 @@ def learn(predictor, score_U, *sizes):
     return predictor.predict(Features(*given_to_features(*responses(0, 1))))
 
 
-@pytest.mark.parametrize(("sizes", "ready"), [([15] * 2, False), ([9] * 3, False), ([10] * 3, True)])
-def test_predictions_wait_for_labels_and_for_responses(sizes, ready):
-    assert bool(learn(Predictor(0.5, 2, 1), torch.rand(sum(sizes)), *sizes).any()) == ready
-
-
 @pytest.mark.parametrize("bad", [[torch.nan, 1.0], [1.0, torch.inf], [0.0, 0.0], [1.0], [-1.0, -2.0]])
 def test_a_response_without_usable_scores_teaches_nothing(bad):
     good, (clean, spoiled) = torch.rand(40), (Predictor(0.5, None, 1) for _ in range(2))
