@@ -85,9 +85,7 @@ class DumpConfig(_Settings):
 
 GROUPS: dict[str, type[BaseModel]] = dict(perturbation=PerturbationConfig, amortize=AmortizeConfig, dump=DumpConfig)
 """The keys of `algorithm.oar` that hold other keys."""
-_PREDICTED = (
-    "write importance=oar_p with amortize.share=0.125, which predicts scores from those of one response in eight"
-)
+_PREDICTED = "write importance=oar_p with amortize.share=0.125, which predicts scores from one response in eight"
 _CONTRAST = "it was behind GRPO; write importance=fisher, the default"
 LEFT = {
     "importance=decision": "on a language model it was no better than random numbers; write importance=fisher, the default",
@@ -205,20 +203,15 @@ class OarConfig(_Settings):
         if not self.answer_patterns and self.probe != "last":
             fault = f"probe={self.probe} needs to know where the answer is, but answer_patterns is empty"
             raise ValueError(f"{fault}; allowed: probe=last, or at least one pattern")
-        importance = self.importance_object
-        share, units = self.amortize.share, self.amortize.units
+        importance, share, units = self.importance_object, self.amortize.share, self.amortize.units
         if share is not None and not (importance.backwards or importance.copies):
             fault = f"amortize.share={share:g} with importance={self.importance}: it computes no scores"
             raise ValueError(f"{fault} to predict; allowed: null, or an importance with a backward or copies")
         if units is not None and (share is None or not importance.copies):
-            fault = f"importance={self.importance} and amortize.share={share}, which score all units of a response"
-            raise ValueError(
-                f"amortize.units={units} with {fault}; allowed: null, or {named(copies=True)} with a share"
-            )
+            fault = f"amortize.units={units} with importance={self.importance}, share={share}: all units are scored"
+            raise ValueError(f"{fault}; allowed: null, or importance={named(copies=True)} with a share")
         if share == 1 and units is None:
-            raise ValueError(
-                "amortize.share=1 scores all units, and pays predictions; allowed: null, which pays the scores"
-            )
+            raise ValueError("amortize.share=1: all units are scored; allowed: null, where scores are paid as they are")
         if self.offloads and share is None and (name := self.actor_importance) is not None:
             try:
                 if _known_importance(name).copies:

@@ -33,8 +33,9 @@ class Status(enum.IntEnum):
 
 MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # the columns of `measured`
 # Further columns of predicted importance: 1 if it was predicted; and of the step, `Predictor.explained` and `learning`.
-_AMORTIZE = "predicted", "explained", "explained_by_position", "learning_steps"
-PREDICTION_NAMES = tuple(f"amortize/{name}" for name in _AMORTIZE)
+PREDICTION_NAMES = tuple(
+    f"amortize/{name}" for name in ("predicted", "explained", "explained_by_position", "learning_steps")
+)
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))
 
 
@@ -84,5 +85,5 @@ def summarize(measure_BM: Tensor, status_B: Tensor) -> dict[str, float]:
     if scored_B.any():
         columns = dict(zip(MEASURE_NAMES, measure_BM[scored_B].unbind(-1), strict=False))
         metrics |= {name: (c.max() if name == "weight_max" else c.mean()).item() for name, c in columns.items()}
-    predictions = zip(PREDICTION_NAMES, measure_BM[:, len(MEASURE_NAMES) :].nanmean(0).tolist(), strict=False)
-    return metrics | {name: mean for name, mean in predictions if mean == mean}
+    predictions = zip(PREDICTION_NAMES, measure_BM[:, len(MEASURE_NAMES) :].unbind(-1), strict=False)
+    return metrics | {name: mean for name, c in predictions if (mean := c.nanmean().item()) == mean}

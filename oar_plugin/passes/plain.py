@@ -117,16 +117,14 @@ def batch_importance(
     scored_B = usable_B if predicted is None else predicted.scored_B
     run(request if predicted is None else predicted.scoring, scored_B)
     if request.importance_object.copies:
-        scored_BL = scored_B[:, None].expand_as(mask)
+        scored = segments
         if predicted is not None:
-            scored_BL = torch.zeros_like(mask).masked_scatter(mask, predicted.labelled_T)
-        scored = segments.masked_fill((segments == Segment.REASONING) & ~scored_BL, int(Segment.OUTSIDE))
+            other_BL = ~torch.zeros_like(mask).masked_scatter(mask, predicted.labelled_T)
+            scored = segments.masked_fill((segments == Segment.REASONING) & other_BL, int(Segment.OUTSIDE))
         importance_BL = copies_importance(model, request, token, scored, mask, max_tokens, max_over_ranks)
     if predicted is not None:
-        rows = predicted.learn(
-            torch.arange(len(token)), [row[own] for row, own in zip(importance_BL, mask, strict=True)]
-        )
-        importance_BL[mask] = torch.cat(rows)
+        own = [row[keep] for row, keep in zip(importance_BL, mask, strict=True)]
+        importance_BL[mask] = torch.cat(predicted.learn(torch.arange(len(token)), own))
         run(predicted.predicting, usable_B & ~scored_B)
     # Some FSDP2 modules keep frozen weights gathered until a backward.
     for module in model.modules():

@@ -1,7 +1,7 @@
 """One batch whose importance is predicted, from that of some units, which is computed."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,17 +11,6 @@ from oar_plugin.credit.noise import response_seeds
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
 from oar_plugin.passes.prediction import Features, Predictor, Units
 from oar_plugin.passes.request import Request
-
-
-@dataclass(frozen=True)
-class _Labelled:
-    """A micro-batch of the scoring pass, until its scores are known."""
-
-    rows: Sequence[int]
-    packed: Packed
-    units: Units  # those that are labels
-    feature_UF: Tensor
-    predicted_T: Tensor
 
 
 class PredictedBatch:
@@ -49,7 +38,8 @@ class PredictedBatch:
     ) -> None:
         self.predictor, self._given, self._request, self._scoring = predictor, given, request, True
         self._total, self._device = lambda tensor: total(tensor.to(device)), device
-        self._kept = list[_Labelled]()  # of the scoring pass, until importance is known
+        # Of each micro-batch of the scoring pass, until scores are known: rows, their sizes, labels, features, predictions.
+        self._kept = list[tuple[Sequence[int], list[int], Units, Tensor, Tensor]]()
         self.scoring = request if given is None else replace(request, predicts=True)
         self.predicting = replace(request, predicts=True)
         if given is None:
@@ -78,8 +68,8 @@ class PredictedBatch:
         predicted_T = self.predictor.predict(features)
         if not self._scoring:
             return predicted_T
-        units = Units(packed, self.predictor.span, self._labelled(packed))
-        self._kept.append(_Labelled(rows, packed, units, features.of_units(units), predicted_T))
+        units, sizes = Units(packed, self.predictor.span, self._labelled(packed)), packed.offsets.diff().tolist()
+        self._kept.append((rows, sizes, units, features.of_units(units), predicted_T))
         if self._given is not None:
             return torch.zeros(len(packed.token_T))
         return importance_of_scores(self.scoring, packed, scores)
@@ -96,20 +86,17 @@ class PredictedBatch:
             importance: a row's last tokens, all of its response at least.
         """
         given, self._scoring, paid = importance if self._given is None else self._given[0], False, list(importance)
-        for kept in self._kept:
-            rows, parts, sizes = row_of[kept.rows].tolist(), list[Tensor](), kept.packed.offsets.diff().tolist()
-            for row, size, predicted_T in zip(rows, sizes, kept.predicted_T.split(sizes), strict=True):
+        for numbers, sizes, units, feature_UF, predicted_T in self._kept:
+            parts = list[Tensor]()
+            for row, size, part in zip(row_of[numbers].tolist(), sizes, predicted_T.split(sizes), strict=True):
                 own_L = given[row] if self.scored_B[row] else torch.full_like(given[row], torch.nan)
                 parts.append(pad(own_L, (size - len(own_L), 0)))
-                paid[row] = predicted_T[size - len(paid[row]) :]
-            self.predictor.learn(kept.feature_UF, kept.units.mean(torch.cat(parts)), kept.units.count_B.tolist())
+                paid[row] = part[size - len(paid[row]) :]
+            self.predictor.learn(feature_UF, units.mean(torch.cat(parts)), units.count_B.tolist())
         self._kept = []
         return paid
 
-    def end_step(self, usable_B: Tensor) -> Tensor:
-        """Ends the batch. Returns `PREDICTION_NAMES` of each row, float32 `[B, 4]`; `usable_B` are rows with an importance."""
+    def end_step(self) -> Tensor:
+        """Ends the batch. Returns the last three of `PREDICTION_NAMES`, float32 `[3]`."""
         self.predictor.end_step(self._total, self._device)
-        of_step_4 = torch.tensor([0.0, *self.predictor.explained, self.predictor.learning])
-        prediction_B4 = of_step_4.repeat(len(usable_B), 1)
-        prediction_B4[:, 0] = usable_B
-        return prediction_B4
+        return torch.tensor([*self.predictor.explained, self.predictor.learning])

@@ -16,16 +16,13 @@ from torch import Tensor
 
 from oar_plugin.config import PREFIX, OarConfig
 from oar_plugin.credit.noise import uniform
-from oar_plugin.credit.regression import FEATURES, Regression, token_features, wide
+from oar_plugin.credit.regression import FEATURES, REMEMBERED, Regression, token_features, wide
 from oar_plugin.output import logger
 from oar_plugin.passes.gradient import Packed, Scores
 from oar_plugin.passes.taps import to_device
 
-ENOUGH = (
-    480,
-    16,
-)  # scores are predicted from this many labels and responses on; until then, a step labels more responses,
-MARGIN = 2.0  # with about this many times the labels that are missing
+ENOUGH = 480, 16  # scores are predicted from this many labels and responses on
+MARGIN = 2.0  # until then, a step has about this many times the labels that are missing
 FEWEST = 64  # labels of every step, if the batch has so many
 BINS = 4096  # of the hashes that choose responses
 LONG = 20  # steps in a row without predictions, after which the log says so
@@ -39,25 +36,26 @@ class Units:
     """Units of a micro-batch, in order, of at most `span` tokens (`oar_plugin.credit.perturbation.units`).
 
     `labelled_T`: bool, tokens of whole units, which alone are held. None: all reasoning tokens.
-    `count_B`: units held of each response. `number_N`: of the unit of each reasoning token, among all units.
+    `count_B`: units held of each response. `number_N`: of the unit of each reasoning token, among all units. `at_Us`: packed
+    positions of the tokens of each unit that is held, then -1.
     """
 
     def __init__(self, packed: Packed, span: int, labelled_T: Tensor | None = None) -> None:
         reasoning_T, response_T = packed.reasoning_T, packed.response_T
         at_N, index_N = reasoning_T.nonzero()[:, 0], torch.arange(int(reasoning_T.sum()))
         response_N = response_T[at_N]
-        begins_N = (at_N.diff(prepend=at_N[:1] - 2) > 1) | (response_N.diff(prepend=response_N[:1]) > 0)
+        begins_N = at_N.diff(prepend=at_N[:1] - 2) > 1  # between two responses is a prompt
         place_N = (index_N - index_N.where(begins_N, 0).cummax(0)[0]) % span
         kept_N = torch.ones_like(begins_N) if labelled_T is None else labelled_T[at_N]
         self.number_N = (place_N == 0).cumsum(0) - 1
         self.count_B = response_N[kept_N & (place_N == 0)].bincount(minlength=len(packed.offsets) - 1)
         unit_n = (kept_N & (place_N == 0))[kept_N].cumsum(0) - 1
-        self._at_Us, self.index_Us = (torch.full((int(self.count_B.sum()), span), -1) for _ in range(2))
-        self._at_Us[unit_n, place_N[kept_N]], self.index_Us[unit_n, place_N[kept_N]] = at_N[kept_N], index_N[kept_N]
+        self.at_Us = torch.full((int(self.count_B.sum()), span), -1)
+        self.at_Us[unit_n, place_N[kept_N]] = at_N[kept_N]
 
     def mean(self, value_T: Tensor) -> Tensor:
         """The mean of each unit's tokens, `[U]`, on the CPU."""
-        return value_T[self._at_Us].where(self._at_Us >= 0, 0.0).sum(-1) / (self._at_Us >= 0).sum(-1)
+        return value_T[self.at_Us].where(self.at_Us >= 0, 0.0).sum(-1) / (self.at_Us >= 0).sum(-1)
 
 
 class Features:
@@ -67,34 +65,26 @@ class Features:
     """
 
     def __init__(self, packed: Packed, scores: Scores, log_prob_T: Tensor) -> None:
-        self.packed, self._hidden_TP = packed, scores.hidden_TP
-        reasoning_T, device = packed.reasoning_T, scores.hidden_TP.device
-        at_N = reasoning_T.nonzero()[:, 0]
-        self.size_B = packed.response_T[at_N].bincount(minlength=len(packed.offsets) - 1)
-        self._own_N, self._before_N = to_device(device, at_N, at_N - 1)
-        self._doubt_T, log_prob_T = self._hidden_TP.new_zeros(len(reasoning_T)), log_prob_T.to(device, torch.float32)
-        self._doubt_T[self._own_N] = -torch.expm1(log_prob_T[self._own_N])
+        self.packed, self._hidden_TP, device = packed, scores.hidden_TP, scores.hidden_TP.device
+        reasoning_T, response_T = packed.reasoning_T, packed.response_T
+        self.size_B = response_T[reasoning_T].bincount(minlength=len(packed.offsets) - 1)
         # Position of each reasoning token among those of its response, from -1 to 1; 0 for a single one.
-        response_N = packed.response_T[at_N]
-        index_N = torch.arange(len(at_N)) - (self.size_B.cumsum(0) - self.size_B)[response_N]
-        last_N = self.size_B[response_N] - 1
-        self._position_N = torch.where(last_N > 0, 2 * index_N / last_N.clamp_min(1) - 1, 0.0).float().to(device)
+        index_T = reasoning_T.cumsum(0) - 1 - (self.size_B.cumsum(0) - self.size_B)[response_T]
+        last_T = self.size_B[response_T] - 1
+        position_T = torch.where(last_T > 0, 2 * index_T / last_T.clamp_min(1) - 1, 0.0).float()
+        (self.at_N,) = to_device(device, reasoning_T.nonzero()[:, 0])
+        self._position_T, self._log_prob_T = position_T.to(device), log_prob_T.to(device, torch.float32)
 
-    def of(self, chosen: Tensor | slice) -> Tensor:
-        """`token_features` of some tokens, float32 `[n, F]`."""
-        own_N, before_N = self._own_N[chosen], self._before_N[chosen]
-        hidden = self._hidden_TP[own_N], self._hidden_TP[before_N]
-        return token_features(*hidden, self._doubt_T[own_N], self._position_N[chosen])
+    def of(self, at_n: Tensor) -> Tensor:
+        """`token_features` of the reasoning tokens at some packed positions, float32 `[n, F]`."""
+        doubt_n = -torch.expm1(self._log_prob_T[at_n])
+        return token_features(self._hidden_TP[at_n], self._hidden_TP[at_n - 1], doubt_n, self._position_T[at_n])
 
     def of_units(self, units: Units) -> Tensor:
         """The means of each unit's tokens, float32 `[U, F]`."""
-        (index_Us,) = to_device(self._own_N.device, units.index_Us)
-        feature_UsF, there_Us1 = self.of(index_Us.flatten()).unflatten(0, index_Us.shape), (index_Us >= 0)[..., None]
+        (at_Us,) = to_device(self.at_N.device, units.at_Us)
+        feature_UsF, there_Us1 = self.of(at_Us.flatten()).unflatten(0, at_Us.shape), (at_Us >= 0)[..., None]
         return feature_UsF.where(there_Us1, 0.0).sum(1) / there_Us1.sum(1)
-
-    def chunks(self) -> list[slice]:
-        """Parts of the N tokens, whose features are made one after the other."""
-        return [slice(start, start + CHUNK) for start in range(0, len(self._own_N), CHUNK)]
 
 
 class Predictor:
@@ -109,9 +99,7 @@ class Predictor:
         self.regression = Regression(FEATURES, RIDGE)
         self.learning, self.explained = 0, (math.nan, math.nan)
         self._share, self._units, self.span, self.fewest = share, units, span, FEWEST
-        self._labels = list[
-            tuple[Tensor, Tensor]
-        ]()  # centred features and scores of each response of this rank and step
+        self._labels = list[tuple[Tensor, Tensor]]()  # of each response of rank and step: centred features, scores
         # Sums, where earlier ones count less: mean logarithm of each response's scores; number of the labels that were
         # predicted, their squares, and those of the errors of both kinds of predictions.
         self._log_sum, self._judged_4 = 0.0, torch.zeros(4, dtype=torch.float64)
@@ -127,15 +115,14 @@ class Predictor:
 
         `total` sums a tensor over the ranks that hold different rows. `seed_B`: `response_seeds`, of this step.
         """
-        count_B = Units(packed, self.span).count_B
-        labels_B = count_B if self._units is None else count_B.clamp_max(self._units)
+        labels_B = Units(packed, self.span).count_B.clamp_max(self._units or len(packed.token_T))
         bin_B = (hashed(seed_B)[usable_B] * BINS).long().clamp_max(BINS - 1)
         found_2B = torch.stack([labels_B * (labels_B > 1), torch.ones_like(labels_B)])[:, usable_B]
         most_2N = total(torch.zeros(2, BINS).index_add_(1, bin_B, found_2B.float())).cpu().cumsum(-1)
-        labels, responses = float(self.fewest), math.ceil(self._share * most_2N[1, -1].item())
+        labels, responses = float(self.fewest), self._share * most_2N[1, -1].item()
         if not self.ready:
             labels = max(labels, MARGIN * (ENOUGH[0] - self.regression.labels))
-            responses = max(responses, math.ceil(ENOUGH[1] - self.regression.responses))
+            responses = max(responses, ENOUGH[1] - self.regression.responses)
         few_N = (most_2N[0] < labels) | (most_2N[1] < responses)
         return (int(few_N.sum()) + 1) / BINS
 
@@ -158,12 +145,10 @@ class Predictor:
         importance_T = torch.zeros(len(features.packed.token_T))
         if not self.ready:
             return importance_T
-        chunks = [self.regression.predict(features.of(chosen))[:, 0].cpu() for chosen in features.chunks()]
+        chunks = [self.regression.predict(features.of(at_n))[:, 0].cpu() for at_n in features.at_N.split(CHUNK)]
         # No label says how large the scores of this response are: their logarithms get the mean of all responses.
-        log_N = torch.cat([torch.zeros(0), *chunks])
-        log_N = (centred(log_N, features.size_B.tolist()) + self._log_sum / self.regression.responses).clamp(
-            -LARGEST, LARGEST
-        )
+        rows, level = torch.cat(chunks).split(features.size_B.tolist()), self._log_sum / self.regression.responses
+        log_N = torch.cat([log_R - log_R.mean() + level for log_R in rows]).clamp(-LARGEST, LARGEST)
         return importance_T.masked_scatter_(features.packed.reasoning_T, log_N.exp())
 
     def learn(self, feature_UF: Tensor, score_U: Tensor, sizes: list[int]) -> None:
@@ -172,8 +157,8 @@ class Predictor:
         Responses with a single label, with zeros only, or with a number that is not finite are left out.
         """
         finite_U = score_U.isfinite() & feature_UF.isfinite().all(-1).cpu()
-        parts = zip(feature_UF.split(sizes), score_U.double().split(sizes), finite_U.split(sizes), strict=True)
-        for x_uF, y_u, finite_u in parts:
+        scores = score_U.double().clamp_min(0.0).split(sizes)  # an importance of the user's own may be negative
+        for x_uF, y_u, finite_u in zip(feature_UF.split(sizes), scores, finite_U.split(sizes), strict=True):
             if len(y_u) > 1 and y_u.any() and finite_u.all():
                 self._labels.append((x_uF - x_uF.mean(0), y_u))
 
@@ -203,20 +188,15 @@ class Predictor:
         """Says that nothing is predicted, or nothing that position and doubt would not tell."""
         self.learning = 0 if ready else self.learning + 1
         if self.learning == LONG:
-            text = "OAR: nothing was predicted for %d steps, which were plain GRPO: %.0f labels of %.0f responses so far, %d "
-            text += (
-                "labels of %d responses are needed. Do responses have scores (oar/fallback)? Or use larger batches, %s"
-            )
-            given = self.regression.labels, self.regression.responses, *ENOUGH, f"{PREFIX}.amortize.share=null"
-            logger.warning(text, LONG, *given)
+            text = "OAR: nothing was predicted for %d steps, which were plain GRPO: %.0f labels of %.0f responses so far, %d"
+            text += " of %d needed. Do responses have scores (oar/fallback)? Or use larger batches, or %s.amortize.share=null"
+            logger.warning(text, LONG, self.regression.labels, self.regression.responses, *ENOUGH, PREFIX)
         judged, variance, error, surface = self._judged_4.tolist()
         if variance:
             self.explained = 1 - error / variance, 1 - surface / variance
-        if judged >= ENOUGH[0] and error >= surface and not self._warned:
-            text = "OAR: hidden states explain %.0f %% of the variance of scores, position and doubt alone %.0f %%: predictions"
-            text += (
-                " add nothing to these; see the metrics oar/amortize/explained and oar/amortize/explained_by_position"
-            )
+        if judged > REMEMBERED[0] / 2 and error >= surface and variance and not self._warned:
+            text = "OAR: hidden states explain %.0f %% of the variance of scores, position and doubt alone %.0f %%: they add "
+            text += "nothing to these; see the metrics oar/amortize/explained and oar/amortize/explained_by_position"
             logger.warning(text, *(100 * share for share in self.explained))
             self._warned = True
 
@@ -224,11 +204,6 @@ class Predictor:
 def hashed(seed_B: Tensor) -> Tensor:
     """Uniform numbers that choose responses, `[B]`: not those that signs and noise are made of."""
     return uniform(~seed_B, 1)[:, 0]
-
-
-def centred(log_N: Tensor, sizes: list[int]) -> Tensor:
-    """Numbers of responses with `sizes` numbers each, less the mean of their response."""
-    return torch.cat([log_N[:0], *(log_R - log_R.mean() for log_R in log_N.split(sizes) if len(log_R))])
 
 
 def predictor_of(config: OarConfig) -> Predictor | None:

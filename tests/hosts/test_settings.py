@@ -103,6 +103,10 @@ def assert_refused(changes, parts):
         ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "critic", "allowed: grpo, rloo"]),
         ({"algorithm__oar": 3}, ["algorithm.oar=3"]),
         (
+            {"algorithm__oar": {"importance": "oar_p", "amortize": {"share": 0.5, "units": 4}}},
+            ["algorithm.oar.amortize.units=4", "copies of whole responses", "allowed: null"],
+        ),
+        (
             {"actor_rollout_ref__model": {"use_fused_kernels": True, "fused_kernel_options": None}},
             ["impl_backend=None"],
         ),

@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import response_seeds, step_seed
-from oar_plugin.credit.perturbation import units
+from oar_plugin.credit.perturbation import Unit, units
 from oar_plugin.estimator import needs_credit, weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, TENTHS, OffloadRecord
@@ -100,7 +100,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         self._replacement = replacement_token(self._oar, self.tokenizer)
         self._groups: dict[str, Group] = {}
-        self._scored_tokens = 0
+        self._labels = np.zeros(2, dtype=int)  # units that engines scored for this worker, and their responses
 
     async def _run_prompt(
         self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False, **more: Any
@@ -162,11 +162,12 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     status = Status.NOT_SCORED
                 record = record._replace(status=status)
                 if record.status == Status.SCORED:
-                    tokens = int((segments == Segment.REASONING).sum())
-                    self._scored_tokens += tokens  # before the wait: other responses are chosen in the meantime
-                    result, record = await self._score(output, segments, step)
+                    unit_list = units((segments == Segment.REASONING).tolist(), self._oar.perturbation.span)
+                    labels = np.array([len(unit_list), 1])
+                    self._labels += labels  # before the wait: other responses are chosen in the meantime
+                    result, record = await self._score(output, segments, unit_list, step)
                     if result.importance is None:
-                        self._scored_tokens -= tokens
+                        self._labels -= labels
                     else:
                         importance[:] = result.importance  # raises an error if the length is wrong
             fields = self._weighed(importance, segments, record.status)
@@ -179,7 +180,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     def _chosen(self, output: ScoredOutput, step: int) -> bool:
         """Whether the engines score a response, for the actor's predictions (`oar_plugin.passes.prediction`) if not for all."""
         share = self._oar.amortize.share
-        if share is None or self._scored_tokens < ENOUGH[0]:
+        if share is None or (self._labels < ENOUGH).any():
             return True
         token_T = torch.tensor([*output.prompt_ids, *output.response_ids])
         seed = step_seed(self._oar.seed, max(step, 1))
@@ -193,14 +194,14 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return {ENGINE_FIELDS[name]: row for name, (row,) in answer.items()}
 
     async def _score(
-        self, output: ScoredOutput, segments: np.ndarray, step: int
+        self, output: ScoredOutput, segments: np.ndarray, unit_list: list[Unit], step: int
     ) -> tuple[ScoringResult, OffloadRecord]:
         oar, answer, prompt_length = self._oar, np.flatnonzero(segments == Segment.ANSWER), len(output.prompt_ids)
         task = ScoringTask(
             token_ids=[*output.prompt_ids, *output.response_ids[: int(answer[-1]) + 1]],
             prompt_length=prompt_length,
             answer_start=prompt_length + int(answer[0]),
-            units=units((segments == Segment.REASONING).tolist(), oar.perturbation.span),
+            units=unit_list,
             response_length=len(segments),
             probe=oar.probe_at(max(step, 1)),
             replacement_token=self._replacement,
