@@ -7,7 +7,9 @@ Of the importances with one backward and no copies, `fisher` agrees best with ex
 """
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -85,29 +87,10 @@ class DumpConfig(_Settings):
 
 GROUPS: dict[str, type[BaseModel]] = dict(perturbation=PerturbationConfig, amortize=AmortizeConfig, dump=DumpConfig)
 """The keys of `algorithm.oar` that hold other keys."""
-_PREDICTED = "write importance=oar_p with amortize.share=0.125, which predicts scores from one response in eight"
-_CONTRAST = "it was behind GRPO; write importance=fisher, the default"
-LEFT = {
-    "importance=decision": "on a language model it was no better than random numbers; write importance=fisher, the default",
-    "importance=hybrid": f"predicted scores are closer to exact OAR-P and cost less; {_PREDICTED}",
-    "importance=span_masking": "write importance=oar_p with perturbation.span=8, and probe=answer_joint for its definition",
-    "importance=value": f"it was not ahead of GRPO; {_PREDICTED}, or importance=fisher",
-    "importance=contrast": _CONTRAST,
-    "importance=contrast_own": _CONTRAST,
-    "oar=decision": "its importance was no better than random numbers; leave it out: the default has the same gate",
-    "perturbation.budget": "every unit of a response gets a copy; for fewer copies set perturbation.span, or amortize.share",
-    "amortize.least_overlap": "leave it out: the log says where predictions explain no more of the scores than position does",
-    "context": "no importance shows an answer in a prompt; leave it out",
-    "advantages": "no importance learns from them; leave it out",
-    "truths": "no importance reads the right answer; leave it out",
-}
+_LEFT: Any = json.loads(Path(__file__).with_name("left.json").read_text(encoding="utf-8"))
+LEFT: dict[str, str] = _LEFT["settings"]
 """Settings, and arguments of `oar_plugin.importance`, that were removed in version 0.4.0 -> why, and what to write instead."""
-LEFT_DEFAULTS = {
-    "perturbation.budget": None,
-    "amortize.least_overlap": 0.3,
-    "context.template": "The right answer is {answer}. {prompt}",
-    "context.truth": None,
-}
+LEFT_DEFAULTS: dict[str, Any] = _LEFT["defaults"]
 """Keys that left -> their default, which runs of older versions have recorded."""
 
 

@@ -2,8 +2,7 @@
 
 A `Predictor` belongs to a run. In each step it says which units of which responses are scored, its labels (`threshold`,
 `labelled`). It learns them (`learn`, then `end_step`), and predicts all tokens from the labels of earlier steps (`predict`).
-It holds no token, and every rank has the same one. A resumed run begins with a new one, and falls back to GRPO in its first
-steps, as every run.
+It holds no token, and every rank has the same one. A resumed run begins with a new one: its first steps are plain GRPO.
 
 Shape suffix U: labels, of one unit each. A *unit* is the tokens that one masked copy replaces.
 """
@@ -35,9 +34,8 @@ CHUNK = 2**15  # tokens whose features are held at once: those of all would take
 class Units:
     """Units of a micro-batch, in order, of at most `span` tokens (`oar_plugin.credit.perturbation.units`).
 
-    `labelled_T`: bool, tokens of whole units, which alone are held. None: all reasoning tokens.
-    `count_B`: units held of each response. `number_N`: of the unit of each reasoning token, among all units. `at_Us`: packed
-    positions of the tokens of each unit that is held, then -1.
+    `labelled_T`: bool, tokens of the units that are held. None: of all. `count_B`: units held of each response. `at_Us`: packed
+    positions of each one's tokens, then -1. `number_N`: of the unit of each reasoning token, among all units.
     """
 
     def __init__(self, packed: Packed, span: int, labelled_T: Tensor | None = None) -> None:

@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import response_seeds, step_seed
-from oar_plugin.credit.perturbation import Unit, units
+from oar_plugin.credit.perturbation import units
 from oar_plugin.estimator import needs_credit, weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, TENTHS, OffloadRecord
@@ -100,7 +100,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         self._replacement = replacement_token(self._oar, self.tokenizer)
         self._groups: dict[str, Group] = {}
-        self._labels = np.zeros(2, dtype=int)  # units that engines scored for this worker, and their responses
+        self._labels = np.zeros(2)  # units that engines scored for this worker, and their responses
 
     async def _run_prompt(
         self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False, **more: Any
@@ -162,10 +162,9 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     status = Status.NOT_SCORED
                 record = record._replace(status=status)
                 if record.status == Status.SCORED:
-                    unit_list = units((segments == Segment.REASONING).tolist(), self._oar.perturbation.span)
-                    labels = np.array([len(unit_list), 1])
+                    labels = np.array([(segments == Segment.REASONING).sum() / self._oar.perturbation.span, 1])
                     self._labels += labels  # before the wait: other responses are chosen in the meantime
-                    result, record = await self._score(output, segments, unit_list, step)
+                    result, record = await self._score(output, segments, step)
                     if result.importance is None:
                         self._labels -= labels
                     else:
@@ -194,14 +193,14 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return {ENGINE_FIELDS[name]: row for name, (row,) in answer.items()}
 
     async def _score(
-        self, output: ScoredOutput, segments: np.ndarray, unit_list: list[Unit], step: int
+        self, output: ScoredOutput, segments: np.ndarray, step: int
     ) -> tuple[ScoringResult, OffloadRecord]:
         oar, answer, prompt_length = self._oar, np.flatnonzero(segments == Segment.ANSWER), len(output.prompt_ids)
         task = ScoringTask(
             token_ids=[*output.prompt_ids, *output.response_ids[: int(answer[-1]) + 1]],
             prompt_length=prompt_length,
             answer_start=prompt_length + int(answer[0]),
-            units=unit_list,
+            units=units((segments == Segment.REASONING).tolist(), oar.perturbation.span),
             response_length=len(segments),
             probe=oar.probe_at(max(step, 1)),
             replacement_token=self._replacement,
