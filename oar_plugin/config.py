@@ -62,12 +62,12 @@ class PerturbationConfig(_Settings):
 
 
 class AmortizeConfig(_Settings):
-    """The settings of `algorithm.oar.amortize`: importance is computed for some tokens and predicted for all from these."""
+    """The settings of `algorithm.oar.amortize`: importance is computed for a share of the responses, predicted for all."""
 
     share: float | None = Field(None, gt=0, le=1)
-    """Importance is computed for this share of the responses that need credit. From it, that of all responses is predicted from
-    hidden states, without a backward or copies. null: it is computed for all. Until enough labels were seen, the share is
-    larger, and responses fall back to GRPO."""
+    """Importance is computed for this share of the responses that need credit. From it, the scores of all are predicted, by
+    their hidden states. null: it is computed for all. Until enough labels were seen, the share is larger, and responses fall
+    back to GRPO."""
     units: int | None = Field(None, ge=2)
     """Number of units (perturbation.span tokens) of each of these responses that get a masked copy. null: all."""
 
@@ -172,8 +172,8 @@ class OarConfig(_Settings):
     """Seed of the signs and the noise, which differ in every step; the host's RNG is never touched. null (verl only): drawn at
     the start, and kept in the run's folder."""
     fallback_warning: float = Field(0.5, gt=0, le=1)
-    """A warning in the log says why, if over 20 steps a larger share of the responses that need credit falls back to GRPO. 1:
-    no such warning after the first step."""
+    """A warning in the log says why, if over 20 steps a larger share of the responses that need credit falls back to GRPO,
+    `learning` aside. 1: no such warning after the first step."""
     perturbation: PerturbationConfig = Field(default_factory=PerturbationConfig)
     """The masked copies of counterfactual importance."""
     amortize: AmortizeConfig = Field(default_factory=AmortizeConfig)
@@ -191,10 +191,10 @@ class OarConfig(_Settings):
             fault = f"amortize.share={share:g} with importance={self.importance}: it computes no scores"
             raise ValueError(f"{fault} to predict; allowed: null, or an importance with a backward or copies")
         if units is not None and (share is None or not importance.copies):
-            fault = f"amortize.units={units} with importance={self.importance}, share={share}: all units are scored"
+            fault = f"amortize.units={units} with importance={self.importance}, share={share or 'null'}: all units are scored"
             raise ValueError(f"{fault}; allowed: null, or importance={named(copies=True)} with a share")
         if share == 1 and units is None:
-            raise ValueError("amortize.share=1: all units are scored; allowed: null, where scores are paid as they are")
+            raise ValueError("amortize.share=1: all units are scored; allowed: null, where scores are used as they are")
         if self.offloads and share is None and (name := self.actor_importance) is not None:
             try:
                 if _known_importance(name).copies:

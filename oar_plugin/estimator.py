@@ -120,7 +120,7 @@ def weigh(
     scored_B1 = (status_B == Status.SCORED)[:, None]
     weight_BL = torch.where(reasoning_BL & scored_B1, weight_BL, 1.0)
     measure_BM = measured(weight_BL, reasoning_BL & scored_B1)
-    if prediction_3 is not None:  # then all that are scored are
+    if prediction_3 is not None:  # every scored response is predicted
         measure_BM = torch.cat([measure_BM, scored_B1, prediction_3.to(measure_BM).expand(len(status_B), 3)], -1)
     return weight_BL, status_B, measure_BM
 

@@ -42,7 +42,7 @@ class Credit:
     weights: Tensor  # float32 `[B, L]`
     segments: Tensor  # int8 `[B, L]` of `oar_plugin.credit.answer.Segment`
     status: list[Status]  # one per response. All except SCORED say why the response falls back to GRPO
-    predicted: Tensor  # bool `[B]`: scored by a prediction (`amortize.share`), without a backward or copies
+    predicted: Tensor  # bool `[B]`: its weights come from predicted scores (`amortize.share`)
     metrics: dict[str, float]  # as a run logs them under `oar/`
     config: OarConfig
     predictor: Predictor | None = field(default=None, repr=False, compare=False)  # what was learned, for the next call

@@ -86,7 +86,7 @@ def test_a_fallback_that_left_is_told_too():
         ({"answer_patterns": []}, ["probe=answer_mean", "answer_patterns", "probe=last"]),
         ({"importance": "entropy", "amortize.share": 0.5}, ["amortize.share=0.5", "importance=entropy", "null"]),
         ({"importance": "oar_p", "amortize.share": 1}, ["amortize.share=1", "allowed: null"]),
-        ({"importance": "oar_p", "amortize.units": 4}, ["amortize.units=4", "share=None", "allowed: null, or"]),
+        ({"importance": "oar_p", "amortize.units": 4}, ["amortize.units=4", "share=null", "allowed: null, or"]),
         ({"amortize": {"share": 0.5, "units": 4}}, ["amortize.units=4", "importance=fisher", "importance=oar_p with"]),
         ({"importance": "oar_p", "amortize.units": 1}, ["amortize.units=1", "equal to 2"]),
         ({"answer_patterns": ["boxed", "hash", "x"]}, ["algorithm.oar.answer_patterns[2]='x': ", "the_answer_is"]),

@@ -33,9 +33,7 @@ class Status(enum.IntEnum):
 
 MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # the columns of `measured`
 # Further columns of predicted importance: 1 if it was predicted; and of the step, `Predictor.explained` and `learning`.
-PREDICTION_NAMES = tuple(
-    f"amortize/{name}" for name in ("predicted", "explained", "explained_by_position", "learning_steps")
-)
+PREDICTION_NAMES = tuple(f"amortize/{n}" for n in ("predicted", "explained", "explained_by_position", "learning_steps"))
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))
 
 

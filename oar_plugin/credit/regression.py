@@ -17,7 +17,7 @@ from oar_plugin.credit.noise import signs
 COLUMNS = 256  # of a projected hidden state
 SURFACE = 4  # the last columns of `token_features`, without hidden states
 FEATURES = 2 * COLUMNS + SURFACE  # columns of `token_features`
-REMEMBERED = 2560, 128  # after so many new labels, or so many new responses if this is later, an earlier one counts 1/e
+REMEMBERED = 2560, 128  # newer labels or newer responses, whichever takes longer, after which a label counts 1/e
 
 
 def projected(hidden_NH: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def token_features(own_NP: Tensor, before_NP: Tensor, doubt_N: Tensor, position_
     return torch.cat([own_NP, before_NP, torch.stack([doubt_N, position_N, position_N.square(), one_N], -1)], -1)
 
 
-def wide(device: torch.device) -> torch.dtype:
+def sum_dtype(device: torch.device) -> torch.dtype:
     """The type that sums are made in: float64 where a device has it."""
     return torch.float32 if device.type in ("mps", "npu") else torch.float64
 
@@ -66,7 +66,7 @@ class Regression:
     @staticmethod
     def sums(feature_UF: Tensor, target_U: Tensor) -> Tensor:
         """The sums of some labels, `[F, F + 1]`."""
-        wide_UF = feature_UF.to(wide(feature_UF.device))
+        wide_UF = feature_UF.to(sum_dtype(feature_UF.device))
         return wide_UF.T @ torch.cat([wide_UF, target_U[:, None].to(wide_UF)], -1)
 
     def end_step(self, sums: Tensor, labels: float, responses: float) -> float:

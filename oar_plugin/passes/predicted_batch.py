@@ -47,15 +47,13 @@ class PredictedBatch:
             self.labelled_T = self._labelled(packed)  # bool, tokens of the units that are scored
             self.scored_B = usable_B & (packed.response_T[self.labelled_T].bincount(minlength=len(usable_B)) > 0)
         else:
-            self.scored_B = usable_B & given[1]
+            self._threshold, self.scored_B = torch.inf, usable_B & given[1]  # `learn` leaves out rows without scores
 
     def _seeds(self, packed: Packed) -> Tensor:
         return response_seeds(packed.token_T, packed.response_T, len(packed.offsets) - 1, self._request.seed)
 
     def _labelled(self, packed: Packed) -> Tensor:
-        """Tokens of the units that are scored, bool `[T]`. With `given`, all: which rows these are is known at the end."""
-        if self._given is not None:
-            return packed.reasoning_T
+        """Tokens of the units that are scored, bool `[T]`."""
         labelled_N = self.predictor.labelled(packed, self._seeds(packed), self._threshold)
         return packed.reasoning_T.masked_scatter(packed.reasoning_T, labelled_N)
 
@@ -85,16 +83,16 @@ class PredictedBatch:
             row_of: int64, the row of the batch of each number that `field` got.
             importance: a row's last tokens, all of its response at least.
         """
-        given, self._scoring, paid = importance if self._given is None else self._given[0], False, list(importance)
+        computed, self._scoring, found = importance if self._given is None else self._given[0], False, list(importance)
         for numbers, sizes, units, feature_UF, predicted_T in self._kept:
             parts = list[Tensor]()
             for row, size, part in zip(row_of[numbers].tolist(), sizes, predicted_T.split(sizes), strict=True):
-                own_L = given[row] if self.scored_B[row] else torch.full_like(given[row], torch.nan)
+                own_L = computed[row] if self.scored_B[row] else torch.full_like(computed[row], torch.nan)
                 parts.append(pad(own_L, (size - len(own_L), 0)))
-                paid[row] = part[size - len(paid[row]) :]
+                found[row] = part[size - len(found[row]) :]
             self.predictor.learn(feature_UF, units.mean(torch.cat(parts)), units.count_B.tolist())
         self._kept = []
-        return paid
+        return found
 
     def end_step(self) -> Tensor:
         """Ends the batch. Returns the last three of `PREDICTION_NAMES`, float32 `[3]`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oar_plugin.config import PREFIX, OarConfig
 from oar_plugin.credit.noise import uniform
-from oar_plugin.credit.regression import FEATURES, REMEMBERED, Regression, token_features, wide
+from oar_plugin.credit.regression import FEATURES, REMEMBERED, Regression, sum_dtype, token_features
 from oar_plugin.output import logger
 from oar_plugin.passes.gradient import Packed, Scores
 from oar_plugin.passes.taps import to_device
@@ -24,7 +24,7 @@ ENOUGH = 480, 16  # scores are predicted from this many labels and responses on
 MARGIN = 2.0  # until then, a step has about this many times the labels that are missing
 FEWEST = 64  # labels of every step, if the batch has so many
 BINS = 4096  # of the hashes that choose responses
-LONG = 20  # steps in a row without predictions, after which the log says so
+STEPS = 20  # in a row without predictions, after which the log says so
 LEAST = 1e-6  # scores below this share of the mean label count as this one, or their logarithms would decide
 RIDGE = 100.0  # added to the sums, which have about 1 per label and feature on their diagonal
 LARGEST = 60.0  # predicted logarithms are cut to this size: the exponential is finite in float32
@@ -89,8 +89,8 @@ class Predictor:
     """Predicts the scores of all responses from those of some units. See `AmortizeConfig` for `share` and `units`.
 
     `learning` counts steps in a row without predictions. `explained` is the share of the variance of labels that predictions
-    explain, which were made before these were learned, and the share that those from position and doubt alone explain; NaN
-    until there are any.
+    explain, which were made before these were learned, and the share that position and probability alone explain; NaN until
+    there are any.
     """
 
     def __init__(self, share: float, units: int | None, span: int) -> None:
@@ -115,14 +115,15 @@ class Predictor:
         """
         labels_B = Units(packed, self.span).count_B.clamp_max(self._units or len(packed.token_T))
         bin_B = (hashed(seed_B)[usable_B] * BINS).long().clamp_max(BINS - 1)
+        # `learn` leaves single labels out.
         found_2B = torch.stack([labels_B * (labels_B > 1), torch.ones_like(labels_B)])[:, usable_B]
-        most_2N = total(torch.zeros(2, BINS).index_add_(1, bin_B, found_2B.float())).cpu().cumsum(-1)
-        labels, responses = float(self.fewest), self._share * most_2N[1, -1].item()
+        sum_2K = total(torch.zeros(2, BINS).index_add_(1, bin_B, found_2B.float())).cpu().cumsum(-1)
+        labels, responses = float(self.fewest), self._share * sum_2K[1, -1].item()
         if not self.ready:
             labels = max(labels, MARGIN * (ENOUGH[0] - self.regression.labels))
             responses = max(responses, ENOUGH[1] - self.regression.responses)
-        few_N = (most_2N[0] < labels) | (most_2N[1] < responses)
-        return (int(few_N.sum()) + 1) / BINS
+        few_K = (sum_2K[0] < labels) | (sum_2K[1] < responses)
+        return (int(few_K.sum()) + 1) / BINS  # the end of the first bin with enough
 
     def labelled(self, packed: Packed, seed_B: Tensor, threshold: float) -> Tensor:
         """Which of the N reasoning tokens belong to units that are scored, bool `[N]`."""
@@ -162,20 +163,19 @@ class Predictor:
 
     def end_step(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Ends a step. `total` returns the sum of a tensor on `device` over the ranks that hold different rows."""
-        labels, self._labels, long = self._labels, [], wide(device)
-        feature_UF = torch.cat([torch.zeros(0, FEATURES, device=device), *(x_uF for x_uF, _ in labels)])
-        score_U = torch.cat([torch.zeros(0, dtype=torch.float64), *(y_u for _, y_u in labels)])
-        scores, count = total(torch.tensor([score_U.sum(), len(score_U)], device=device, dtype=long)).tolist()
-        # The same least score for all responses: that of one response would depend on which of its units were drawn.
-        logs = [y_u.clamp_min(LEAST * scores / count).log() for _, y_u in labels]
-        target_U = torch.cat([score_U[:0], *(log_u - log_u.mean() for log_u in logs)])
-        sums, squares_3 = torch.zeros(FEATURES, FEATURES + 1, device=device, dtype=long), torch.zeros(3).double()
-        for x_uF, y_u in zip(feature_UF.split(CHUNK), target_U.split(CHUNK), strict=True):
-            sums += self.regression.sums(x_uF, y_u)
-            error_u2 = y_u[:, None] - self.regression.predict(x_uF).cpu()
-            squares_3 += torch.cat([y_u[:, None], error_u2], -1).square().sum(0)
-        of_step = [len(score_U), len(logs), sum(log_u.mean().item() for log_u in logs), *squares_3.tolist()]
-        summed = total(torch.cat([sums.flatten(), torch.tensor(of_step).to(sums)])).cpu().double()
+        labels, self._labels, dtype = self._labels, [], sum_dtype(device)
+        size_2 = torch.tensor([sum(y_u.sum() for _, y_u in labels), sum(len(y_u) for _, y_u in labels)], dtype=dtype)
+        scores, count = total(size_2).tolist()
+        sums, of_step_6 = torch.zeros(FEATURES, FEATURES + 1, device=device, dtype=dtype), torch.zeros(6).double()
+        for x_uF, y_u in labels:
+            # One least score for all: that of a response would depend on which of its units were drawn.
+            log_u = y_u.clamp_min(LEAST * scores / count).log()
+            target_u = log_u - log_u.mean()
+            error_u2 = target_u[:, None] - self.regression.predict(x_uF).cpu()
+            squares_3 = torch.cat([target_u[:, None], error_u2], -1).square().sum(0)
+            sums += self.regression.sums(x_uF, target_u)
+            of_step_6 += torch.tensor([len(y_u), 1, log_u.mean(), *squares_3], dtype=torch.float64)
+        summed = total(torch.cat([sums.flatten(), of_step_6.to(sums)])).cpu().double()
         count, responses, log_sum, *squares = summed[sums.numel() :].tolist()
         ready, kept = self.ready, self.regression.end_step(summed[: sums.numel()].view_as(sums), count, responses)
         self._log_sum = kept * self._log_sum + log_sum
@@ -183,18 +183,18 @@ class Predictor:
         self._watch(ready)
 
     def _watch(self, ready: bool) -> None:
-        """Says that nothing is predicted, or nothing that position and doubt would not tell."""
+        """Says that nothing is predicted, or nothing that position and probability would not tell."""
         self.learning = 0 if ready else self.learning + 1
-        if self.learning == LONG:
-            text = "OAR: nothing was predicted for %d steps, which were plain GRPO: %.0f labels of %.0f responses so far, %d"
-            text += " of %d needed. Do responses have scores (oar/fallback)? Or use larger batches, or %s.amortize.share=null"
-            logger.warning(text, LONG, self.regression.labels, self.regression.responses, *ENOUGH, PREFIX)
+        if self.learning == STEPS:
+            text = "OAR: nothing was predicted for %d steps, which were plain GRPO: %.0f labels of %.0f responses so far, needed "
+            text += "%d of %d. Are there scores (oar/fallback)? If so use larger batches, or %s.amortize.share=null"
+            logger.warning(text, STEPS, self.regression.labels, self.regression.responses, *ENOUGH, PREFIX)
         judged, variance, error, surface = self._judged_4.tolist()
         if variance:
             self.explained = 1 - error / variance, 1 - surface / variance
         if judged > REMEMBERED[0] / 2 and error >= surface and variance and not self._warned:
-            text = "OAR: hidden states explain %.0f %% of the variance of scores, position and doubt alone %.0f %%: they add "
-            text += "nothing to these; see the metrics oar/amortize/explained and oar/amortize/explained_by_position"
+            text = "OAR: predictions explain %.0f %% of the variance of scores, position and probability alone %.0f %%: hidden "
+            text += "states add nothing; see the metrics oar/amortize/explained and oar/amortize/explained_by_position"
             logger.warning(text, *(100 * share for share in self.explained))
             self._warned = True
 

@@ -10,7 +10,7 @@ It reads importance and segments only of responses that people are to look at.
 | `oar_segments`   | int8, one `Segment` per response token                                       |
 | `oar_weights`    | float32, one value per response token: 1 where nothing changes               |
 | `oar_status`     | int64 `[1]`, the `Status`                                                    |
-| `oar_measures`   | float32 `[4]`, `MEASURE_NAMES` of the weights; 0 if the status is not SCORED |
+| `oar_measures`   | float32 `[4]`, `MEASURE_NAMES`, or `[8]`, also `PREDICTION_NAMES`; of weights: 0 if not SCORED |
 | `oar_seconds`    | float32 `[1]`, actor seconds spent on the response                           |
 """
 

@@ -281,7 +281,7 @@ def test_a_run_that_never_predicts_is_told_after_twenty_steps_and_once(caplog):
         told.append(len(caplog.records))
     assert predictor.learning == 45
     assert (told[18], told[19], told[-1]) == (0, 1, 1)
-    assert "0 labels of 0 responses so far, 30 of 3 needed" in caplog.messages[0]
+    assert "0 labels of 0 responses so far, needed 30 of 3" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("by_position", [False, True])
@@ -292,4 +292,4 @@ def test_hidden_states_that_add_nothing_to_position_are_told_once(caplog, by_pos
             step(predictor, responses(number, 25, by_position, zeros=0.0), number)
             assert len(caplog.records) == (by_position and number > 1), "not of the first labels"
     assert (predictor.explained[0] > predictor.explained[1]) != by_position
-    assert all("position and doubt alone" in message for message in caplog.messages)
+    assert all("position and probability alone" in message for message in caplog.messages)

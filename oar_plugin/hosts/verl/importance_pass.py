@@ -135,7 +135,7 @@ class ImportancePass:
         if kind.copies and not (predicted and predicted.scoring.predicts):
             scored_B = score_B & (status_B == Status.SCORED)
             importance = self._copies_importance(data, request, segments, scored_B)  # type: ignore[attr-defined]
-        if predicted is not None:  # computed scores, those of copies too, are labels, and are not paid
+        if predicted is not None:  # computed scores, those of copies too, are labels; the gate gets predictions
             importance = predicted.learn(order, importance)
         if num_ahead < len(order) and not (request.importance_only and predicted is None):
             rest = order[num_ahead:]
