@@ -21,7 +21,7 @@ from oar_plugin.passes.gradient import Packed, Scores
 from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.plain import batch_importance, packed_rows
 from oar_plugin.passes.predicted_batch import PredictedBatch
-from oar_plugin.passes.prediction import Features, Predictor, Units, predictor_of
+from oar_plugin.passes.prediction import Features, Predictor, predictor_of
 from tests.asked import asked
 from tests.hosts.engine import world
 from tests.passes.batch import padded, rows_of
@@ -202,19 +202,6 @@ def test_ranks_micro_batches_and_order_change_nothing():
             assert other.regression.labels == one.regression.labels
             torch.testing.assert_close(other.regression._coefficient_F2, one.regression._coefficient_F2)
             assert other.explained == pytest.approx(one.explained, rel=1e-3, abs=1e-6, nan_ok=True)
-
-
-@pytest.mark.parametrize("span", [1, 2, 5])
-def test_units_are_cut_as_for_copies(span):
-    made = responses(span)
-    packed, lists = packed_of(made), units_of(made, span)
-    firsts, score_T = packed.offsets.tolist(), torch.cat([one.score_T for one in made])
-    want = [[first + t for t in unit] for own, first in zip(lists, firsts, strict=False) for unit in own]
-    units = Units(packed, span)
-    assert [[at for at in unit if at >= 0] for unit in units.at_Us.tolist()] == want
-    assert units.count_B.tolist() == [*map(len, lists)]
-    assert units.number_N.tolist() == [number for number, one in enumerate(want) for _ in one]
-    torch.testing.assert_close(units.mean(score_T), torch.stack([score_T[torch.tensor(one)].mean() for one in want]))
 
 
 def test_responses_and_units_are_drawn_anew_in_each_step_and_spread_over_a_response():
