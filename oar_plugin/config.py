@@ -87,11 +87,9 @@ class DumpConfig(_Settings):
 
 GROUPS: dict[str, type[BaseModel]] = dict(perturbation=PerturbationConfig, amortize=AmortizeConfig, dump=DumpConfig)
 """The keys of `algorithm.oar` that hold other keys."""
-_LEFT: Any = json.loads(Path(__file__).with_name("left.json").read_text(encoding="utf-8"))
-LEFT: dict[str, str] = _LEFT["settings"]
-"""Settings, and arguments of `oar_plugin.importance`, that were removed in version 0.4.0 -> why, and what to write instead."""
-LEFT_DEFAULTS: dict[str, Any] = _LEFT["defaults"]
-"""Keys that left -> their default, which runs of older versions have recorded."""
+LEFT, LEFT_DEFAULTS = json.loads(Path(__file__).with_name("left.json").read_text(encoding="utf-8")).values()
+"""Settings, and arguments of `oar_plugin.importance`, that were removed in version 0.4.0 -> why, and what to write instead; and
+keys that left -> their default, which runs of older versions have recorded."""
 
 
 def left(setting: str) -> str | None:
@@ -172,8 +170,8 @@ class OarConfig(_Settings):
     """Seed of the signs and the noise, which differ in every step; the host's RNG is never touched. null (verl only): drawn at
     the start, and kept in the run's folder."""
     fallback_warning: float = Field(0.5, gt=0, le=1)
-    """A warning in the log says why, if over 20 steps a larger share of the responses that need credit falls back to GRPO,
-    `learning` aside. 1: no such warning after the first step."""
+    """A warning in the log says why, if over 20 steps a larger share of the responses that need credit falls back to GRPO. 1:
+    no such warning after the first step."""
     perturbation: PerturbationConfig = Field(default_factory=PerturbationConfig)
     """The masked copies of counterfactual importance."""
     amortize: AmortizeConfig = Field(default_factory=AmortizeConfig)

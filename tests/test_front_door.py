@@ -274,13 +274,15 @@ def test_what_left_is_refused_with_what_to_write_instead(model, given):
         credit_of(model, **given)
 
 
-def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch):
+def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch, caplog):
     monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
     first = credit_of(model, **{"amortize.share": world.SHARE})
     second = credit_of(model, predictor=first.predictor, **{"amortize.share": world.SHARE})
     assert first.metrics["amortize/predicted"] == 0
     assert second.metrics["amortize/predicted"] == second.metrics["scored"] == second.predicted.float().mean() == 1
     assert {*first.status} == {Status.LEARNING}
+    (said,) = caplog.messages
+    assert "learning 100%. learning: too few labels; give a call of `oar_plugin.importance` the `predictor`" in said
     for name in ("fallback/learning", "amortize/learning_steps"):
         assert (first.metrics[name], second.metrics[name]) == (1, 0)
     assert (first.weights == 1).all()

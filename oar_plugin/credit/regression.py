@@ -48,7 +48,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 class Regression:
-    """Ridge regression on F features, and one on the last `SURFACE` of them, to compare.
+    """Ridge regression on F features, and to compare one on the last `SURFACE` of them, which need hardly any ridge.
 
     `labels` and `responses` are the numbers of those in its sums, where earlier ones count less.
     """
@@ -67,15 +67,16 @@ class Regression:
     def sums(feature_UF: Tensor, target_U: Tensor) -> Tensor:
         """The sums of some labels, `[F, F + 1]`."""
         wide_UF = feature_UF.to(sum_dtype(feature_UF.device))
-        return wide_UF.T @ torch.cat([wide_UF, target_U[:, None].to(wide_UF)], -1)
+        with torch.autocast(wide_UF.device.type, enabled=False):
+            return wide_UF.T @ torch.cat([wide_UF, target_U[:, None].to(wide_UF)], -1)
 
     def end_step(self, sums: Tensor, labels: float, responses: float) -> float:
         """Ends a step with the `sums` of its labels on all ranks, and fits. Returns how much earlier labels still count."""
         kept = math.exp(-min(labels / REMEMBERED[0], responses / REMEMBERED[1]))
         self._sums = kept * self._sums + sums.cpu().double()
         self.labels, self.responses = kept * self.labels + labels, kept * self.responses + responses
-        for column, used in enumerate((slice(None), slice(-SURFACE, None))):
+        for column, (used, ridge) in enumerate(((slice(None), self.ridge), (slice(-SURFACE, None), 1.0))):
             gram_ff, moment_f = self._sums[used, :-1][:, used], self._sums[used, -1]
-            ridge_ff = self.ridge * torch.eye(len(gram_ff), dtype=torch.float64)
+            ridge_ff = ridge * torch.eye(len(gram_ff), dtype=torch.float64)
             self._coefficient_F2[used, column] = torch.linalg.solve(gram_ff + ridge_ff, moment_f).float()
         return kept

@@ -11,9 +11,7 @@ STEPS = 20  # warnings are about means over so many. The first one alone is judg
 LOW_ANSWER_FOUND, SOME_REWARD = 0.1, 0.1
 ROUNDING = 1e-6
 
-_ENGINES = (
-    "raise perturbation.timeout_s or rollout.max_model_len, read the engines' log, or set perturbation.backend=actor"
-)
+_ENGINES = "read the engines' log, raise perturbation.timeout_s or rollout.max_model_len, or set backend=actor"
 ADVICE = {
     Status.NO_ANSWER: "set answer_patterns to what your reward reads as the answer",
     Status.TRUNCATED: "responses end at the length limit; raise it",
@@ -25,6 +23,7 @@ ADVICE = {
     Status.ANSWER_TOO_LONG: "do answer_patterns match too much? else raise max_answer_tokens",
     Status.OUT_OF_MEMORY: "lower the tokens or responses per micro-batch of the actor's update",
     Status.SEARCH_FAILED: "the log names what failed in the search for the answer",
+    Status.LEARNING: "too few labels; give a call of `oar_plugin.importance` the `predictor` of the one before",
     Status.BAD_REWARD: "what does the reward function return? A dump (dump.dir) shows these responses without a reward",
 }
 """What to do about each reason for a fallback."""
@@ -50,11 +49,11 @@ class Watch:
         self._steps += 1
         mean = reward if reward is not None and math.isfinite(reward) else 0.0
         self._seen.append((step, {**metrics, "reward": mean}))
-        fallback = self._mean("oar/fallback/any") - self._mean("oar/fallback/learning")  # `Predictor` warns of these
+        fallback, learning = self._mean("oar/fallback/any"), self._mean("oar/fallback/learning")
         found, rewarded = self._mean("oar/answer_found"), self._mean("reward")
         whole = len(self._seen) == self._seen.maxlen
         # Metrics are sums of shares, which rounding may move past a limit.
-        if (fallback > self._share + ROUNDING) if whole else (self._steps == 1 and fallback > 1 - ROUNDING):
+        if (fallback > self._share + ROUNDING) if whole else (self._steps == 1 and fallback - learning > 1 - ROUNDING):
             shares = {reason: self._mean(f"oar/fallback/{reason.name.lower()}") for reason in ADVICE}
             reasons = sorted((reason for reason in ADVICE if shares[reason]), key=shares.__getitem__, reverse=True)
             told = ", ".join(f"{reason.name.lower()} {shares[reason]:.0%}" for reason in reasons)

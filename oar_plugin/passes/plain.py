@@ -124,7 +124,7 @@ def batch_importance(
         importance_BL = copies_importance(model, request, token, scored, mask, max_tokens, max_over_ranks)
     if predicted is not None:
         own = [row[keep] for row, keep in zip(importance_BL, mask, strict=True)]
-        importance_BL[mask] = torch.cat(predicted.learn(torch.arange(len(token)), own))
+        importance_BL[mask] = torch.cat([torch.zeros(0), *predicted.learn(torch.arange(len(token)), own)])
         run(predicted.predicting, usable_B & ~scored_B)
     # Some FSDP2 modules keep frozen weights gathered until a backward.
     for module in model.modules():

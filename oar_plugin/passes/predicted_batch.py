@@ -18,8 +18,6 @@ class PredictedBatch:
     `learn`, runs the other rows with the request `predicting`, calls `field` for them too, and then `end_step`.
 
     Args:
-        predictor: of the run. It learns from the batch.
-        request: of the step.
         packed: all rows of the batch.
         usable_B: bool, rows that have reasoning and an answer.
         total: takes a tensor on `device`, returns its sum over the ranks that hold different rows.

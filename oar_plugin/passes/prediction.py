@@ -80,17 +80,18 @@ class Features:
 
     def of_units(self, units: Units) -> Tensor:
         """The means of each unit's tokens, float32 `[U, F]`."""
-        (at_Us,) = to_device(self.at_N.device, units.at_Us)
-        feature_UsF, there_Us1 = self.of(at_Us.flatten()).unflatten(0, at_Us.shape), (at_Us >= 0)[..., None]
-        return feature_UsF.where(there_Us1, 0.0).sum(1) / there_Us1.sum(1)
+        parts = []
+        for at_us in to_device(self.at_N.device, units.at_Us)[0].split(max(1, CHUNK // units.at_Us.shape[1])):
+            feature_usF, there_us1 = self.of(at_us.flatten()).unflatten(0, at_us.shape), (at_us >= 0)[..., None]
+            parts.append(feature_usF.where(there_us1, 0.0).sum(1) / there_us1.sum(1))
+        return torch.cat(parts)
 
 
 class Predictor:
     """Predicts the scores of all responses from those of some units. See `AmortizeConfig` for `share` and `units`.
 
-    `learning` counts steps in a row without predictions. `explained` is the share of the variance of labels that predictions
-    explain, which were made before these were learned, and the share that position and probability alone explain; NaN until
-    there are any.
+    `learning` counts steps in a row without predictions. `explained`: the shares of the variance of labels that predictions
+    made before explain, and that position and probability alone explain; NaN until there are any.
     """
 
     def __init__(self, share: float, units: int | None, span: int) -> None:
@@ -151,15 +152,14 @@ class Predictor:
         return importance_T.masked_scatter_(features.packed.reasoning_T, log_N.exp())
 
     def learn(self, feature_UF: Tensor, score_U: Tensor, sizes: list[int]) -> None:
-        """Keeps labels, of responses with `sizes` labels each, until `end_step`. `score_U` is on the CPU.
-
-        Responses with a single label, with zeros only, or with a number that is not finite are left out.
+        """Keeps labels, of responses with `sizes` labels each, until `end_step`, and overwrites `feature_UF`. Those with one
+        label, with zeros only, or with a number that is not finite are left out. `score_U` is on the CPU.
         """
         finite_U = score_U.isfinite() & feature_UF.isfinite().all(-1).cpu()
         scores = score_U.double().clamp_min(0.0).split(sizes)  # an importance of the user's own may be negative
         for x_uF, y_u, finite_u in zip(feature_UF.split(sizes), scores, finite_U.split(sizes), strict=True):
             if len(y_u) > 1 and y_u.any() and finite_u.all():
-                self._labels.append((x_uF - x_uF.mean(0), y_u))
+                self._labels.append((x_uF.sub_(x_uF.mean(0)), y_u))
 
     def end_step(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Ends a step. `total` returns the sum of a tensor on `device` over the ranks that hold different rows."""
@@ -186,8 +186,12 @@ class Predictor:
         """Says that nothing is predicted, or nothing that position and probability would not tell."""
         self.learning = 0 if ready else self.learning + 1
         if self.learning == STEPS:
-            text = "OAR: nothing was predicted for %d steps, which were plain GRPO: %.0f labels of %.0f responses so far, needed "
-            text += "%d of %d. Are there scores (oar/fallback)? If so use larger batches, or %s.amortize.share=null"
+            text = (
+                "OAR: nothing was predicted for %d steps, which were plain GRPO: %.0f labels of %.0f responses so far, "
+            )
+            text += (
+                "needed %d of %d. Are there scores (oar/fallback)? If so use larger batches, or %s.amortize.share=null"
+            )
             logger.warning(text, STEPS, self.regression.labels, self.regression.responses, *ENOUGH, PREFIX)
         judged, variance, error, surface = self._judged_4.tolist()
         if variance:

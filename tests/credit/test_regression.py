@@ -22,13 +22,16 @@ def test_it_is_the_ridge_regression_of_all_labels_where_earlier_ones_count_less(
     batches, kept = [labels(seed) for seed in range(3)], exp(-min(0.25, responses / REMEMBERED[1]))
     for batch in batches:
         assert regression.end_step(regression.sums(*batch), count, responses) == pytest.approx(kept)
-    for column, used in enumerate((slice(None), slice(-SURFACE, None))):
+    for column, (used, ridge) in enumerate(((slice(None), 3.0), (slice(-SURFACE, None), 1.0))):
         weight = np.sqrt([kept ** (2 - place) for place in range(3)])
         rows = [w * x.numpy()[:, used] for w, (x, _) in zip(weight, batches, strict=True)]
         size = rows[0].shape[1]
         target = [w * y.numpy() for w, (_, y) in zip(weight, batches, strict=True)]
         # A ridge is a row more per feature.
-        design, wanted = np.concatenate([*rows, np.sqrt(3.0) * np.eye(size)]), np.concatenate([*target, np.zeros(size)])
+        design, wanted = (
+            np.concatenate([*rows, np.sqrt(ridge) * np.eye(size)]),
+            np.concatenate([*target, np.zeros(size)]),
+        )
         want = np.zeros(7)
         want[used] = np.linalg.lstsq(design, wanted)[0]
         np.testing.assert_allclose(regression.predict(torch.eye(7))[:, column].numpy(), want, rtol=1e-3, atol=1e-6)

@@ -38,9 +38,9 @@ def few_labels(monkeypatch):
 # ---- a plain model
 
 
-def predict(model, predictor, request, max_tokens=2**13):
-    rows = padded(rows_of())
-    batch = PredictedBatch(predictor, request, packed_rows(*rows)[0], torch.ones(4).bool(), torch.clone, CPU)
+def predict(model, predictor, request, max_tokens=2**13, count=4):
+    rows = [tensor_BL[:count] for tensor_BL in padded(rows_of())]
+    batch = PredictedBatch(predictor, request, packed_rows(*rows)[0], torch.ones(count).bool(), torch.clone, CPU)
     importance_BL = batch_importance(model, request, *rows, max_tokens, predicted=batch)
     batch.end_step()
     return importance_BL, batch.scored_B
@@ -65,6 +65,7 @@ def test_every_token_is_paid_by_what_earlier_steps_taught(model, folder, importa
         close = {"rtol": 2e-2 if importance == "oar_g" else 1e-3, "atol": 1e-8}  # rounding of P_noisy - P
         torch.testing.assert_close(got_L[before : len(ids)], want[row], **close)
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not predict(model, predictor, request, count=0)[0].numel(), "a rank without rows"
 
 
 def test_only_units_that_are_labels_get_copies(model, folder, monkeypatch):
@@ -149,7 +150,10 @@ def test_predictions_are_a_ridge_regression_of_what_earlier_steps_labelled(monke
     monkeypatch.setattr(regression, "REMEMBERED", (100, 20))
     predictor, taught, judged = Predictor(0.5, 4, 2), [], torch.zeros(3)
     for number in range(3):
-        made, fits = responses(number), [world.ridge(taught, one) for one in (slice(None), slice(-4, None)) if taught]
+        made, fits = (
+            responses(number),
+            [world.ridge(taught, *one) for one in ((slice(None), 100), (slice(-4, None), 1)) if taught],
+        )
         paid, labelled = step(predictor, made, number)
         features, scores = [], []
         for one, units, paid_T, labelled_T in zip(made, units_of(made), paid, labelled, strict=True):

@@ -143,9 +143,12 @@ def _examine_padding(config: DictConfig) -> list[Finding]:
     from oar_plugin.hosts.verl.settings import parsed
     from oar_plugin.passes.request import replacement_fault, replacement_token
 
+    oar, path = parsed(config.algorithm), config.actor_rollout_ref.model.path
+    if not oar.importance_object.copies:
+        return []
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path, local_files_only=True)
-        token = replacement_token(parsed(config.algorithm), tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        token = replacement_token(oar, tokenizer)
     except Exception:  # what a run would say of it, it says at its start
         return []
     fault = replacement_fault(token, tokenizer, [tokenizer.eos_token_id])

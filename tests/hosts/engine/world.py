@@ -270,12 +270,14 @@ def logs(labels: list[Tensor]) -> list[Tensor]:
     return [one.double().clamp_min(1e-6 * torch.cat(labels).double().mean()).log() for one in labels]
 
 
-def ridge(labels: Iterable[tuple[float, Tensor, Tensor]], columns: slice = slice(None)) -> tuple[Tensor, float]:
+def ridge(
+    labels: Iterable[tuple[float, Tensor, Tensor]], columns: slice = slice(None), size: float = 100.0
+) -> tuple[Tensor, float]:
     """Coefficients of features, and the mean logarithm, from responses: weight, features `[U, F]` and logarithms `[U]`."""
     rows = [(w, (x - x.mean(0)).double()[:, columns], y) for w, x, y in labels]
     gram, moment = sum(w * x.T @ x for w, x, _ in rows), sum(w * x.T @ (y - y.mean()) for w, x, y in rows)
     level = sum(w * y.mean().item() for w, _, y in rows) / sum(w for w, *_ in rows)
-    return torch.linalg.solve(gram + 100 * torch.eye(len(gram)).double(), moment), level
+    return torch.linalg.solve(gram + size * torch.eye(len(gram)).double(), moment), level
 
 
 # ---- importance from masked copies, a whole forward for each
