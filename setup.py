@@ -70,6 +70,7 @@ setup(
     package_data={
         "oar_plugin": [
             "py.typed",
+            "*.json",
             "cli/*.json",
             "runs/**/*.yaml",
             "hosts/verl/*.yaml",

@@ -5,15 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from matplotlib.figure import Figure
-from PIL import Image
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks.machine import machine_line
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # pages without pictures are made without it
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 """Okabe and Ito's palette, for every figure."""
@@ -60,7 +61,7 @@ class Report:
     tables: Sequence[Table]  # the result, most important first
     notes: Sequence[str]  # what a reader must know before quoting a figure; Markdown, one point each
     runs: dict[str, Any]  # every single run that was measured; goes into the JSON as it is
-    figure: Callable[[], Figure] | None = None  # draws the plot; None where there is nothing to see
+    figure: "Callable[[], Figure] | None" = None  # draws the plot; None where there is nothing to see
     extra: dict[str, str] = field(default_factory=dict)  # further files, text by ending (`html`)
     failed: bool = False  # whether a part could not be measured: the exit status is then 1
     # What `describe_machine` does not know or says otherwise here; None where the machine is not known.
@@ -99,8 +100,10 @@ class Report:
         return [folder / f"{self.stem}.{ending}" for ending in [*texts, *(["png"] if picture else [])]]
 
 
-def subplots(*shape: int, **options: Any) -> tuple[Figure, Any]:
+def subplots(*shape: int, **options: Any) -> "tuple[Figure, Any]":
     """A figure and its panels, with what all of ours have in common. Nothing needs a display."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=options.pop("figsize", (8, 4.6)), layout="constrained")
     panels = figure.subplots(*shape, **options)
     for panel in getattr(panels, "flat", [panels]):
@@ -109,8 +112,10 @@ def subplots(*shape: int, **options: Any) -> tuple[Figure, Any]:
     return figure, panels
 
 
-def write_picture(figure: Figure, file: Path) -> None:
+def write_picture(figure: "Figure", file: Path) -> None:
     """As a PNG of 256 colours, which takes less than half of the bytes: lines and text need no more."""
+    from PIL import Image
+
     with BytesIO() as drawn:
         figure.savefig(drawn, dpi=140)
         Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(file, optimize=True)

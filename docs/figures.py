@@ -9,6 +9,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,16 +44,13 @@ def rows_of(stem: str, start: str) -> list[dict[str, str]]:
 REAL, TOYS = "fidelity_smollm2_cpu", "fidelity_cpu"
 ESTIMATORS = {
     "oar_p": "`oar_p` (exact)",
-    "hybrid 0.3": "`hybrid`, budget 0.3",
-    "oar_p, 1 in 8 scored": "`oar_p` of 1 response in 8, predicted for others",
+    "oar_p, 1 in 8 scored": "predicted `oar_p`, 1 in 8 scored",
     "position": "**position: the later, the more**",
     "oar_p sampled": "`oar_p`, sampled replacements",
-    "fisher layer 8": "`fisher` at the output of layer 8 of 30",
+    "fisher, 1 in 8 scored": "predicted `fisher`, 1 in 8 scored",
     "fisher 1": "**`fisher`** (default)",
     "grail 1": "`grail`",
     "oar_g 1": "`oar_g` (published)",
-    "span_masking": "`span_masking`",
-    "decision 1": "`decision`",
     "random": "random",
     "entropy": "`entropy`",
 }
@@ -64,11 +62,15 @@ def estimators(stem: str) -> dict[str, dict[str, str]]:
     return {ESTIMATORS[row["estimator"]]: row for row in rows if row["estimator"] in ESTIMATORS}
 
 
+def passes(row: dict[str, str]) -> str:
+    return f"{float(row['forward']) + float(row['backward']):.1f}"
+
+
 def fidelity() -> str:
-    columns = "top 20 %", "Spearman", "causal recall", "forward", "backward"
-    head = " importance | overlap | Spearman | causal tokens recalled | forwards | backwards "
+    columns = "top 20 %", "Spearman", "causal recall"
+    head = " importance | overlap | Spearman | causal tokens recalled | passes "
     count = f"{load(TOYS)['notes'][0].split(';')[0]} of {len(load(TOYS)['runs']['sources'])} models."
-    lines = ([label, *(row[column] for column in columns)] for label, row in estimators(TOYS).items())
+    lines = ([label, *(row[column] for column in columns), passes(row)] for label, row in estimators(TOYS).items())
     return f"{table(head, lines)}\n{count}\n"
 
 
@@ -76,7 +78,7 @@ def fidelity_real() -> str:
     lines = []
     for label, row in estimators(REAL).items():
         shown = [row[column] for column in ("top 20 %", "minus fisher 1", "beyond position", "responses")]
-        lines.append([label, *shown, f"{float(row['forward']) + float(row['backward']):.1f}"])
+        lines.append([label, *shown, passes(row)])
     return table(" importance | overlap | minus `fisher` | beyond position | responses | passes ", lines)
 
 
@@ -91,24 +93,19 @@ def predicted_real() -> str:
             label,
             rows[name]["top 20 %"],
             rows[name]["beyond position"],
-            f"{sum(float(rows[name][way]) for way in ('forward', 'backward')):.1f}",
+            passes(rows[name]),
         ]
         for name, label in shown.items()
     ]
     return table(" scores | overlap with exact `oar_p` | beyond position | passes ", lines)
 
 
-def probes_real() -> str:
-    rows = rows_of(REAL, "Probes")
-    head = " probe | exact OAR-P against that of `answer_mean` | `fisher` | `oar_g` | position "
-    return table(head, ([f"`{probe}`", *rest] for probe, *rest in (row.values() for row in rows)))
-
-
 def people() -> str:
     (rows,) = load("people_smollm2_cpu")["tables"].values()
-    head = " credit | AUC | minus AUC before the step | top token in step | without later tokens "
-    columns = "credit", "AUC", "difference", "top token in step", "top token in step, without later tokens"
-    hidden = "control", "(1 - p)", "random"  # chance is beside them
+    head = " credit | AUC | minus AUC before the step | top token in step "
+    columns = "credit", "AUC", "difference", "top token in step"
+    left = "decision", "hybrid", "span_masking"
+    hidden = "control", "(1 - p)", "random", *left  # chance is beside them
     shown = [row for row in rows if not any(part in row["credit"] for part in hidden)]
     return table(head, ([row[column] for column in columns] for row in shown))
 
@@ -118,7 +115,7 @@ def real_reached() -> str:
 
 
 def real_steps() -> str:
-    names = "log-probs", "OAR's part", "update", "whole step", "memory", "share of responses"
+    names = "OAR's part", "whole step", "memory"
     return _whole([row for row in rows_of("real_cpu", "Cost of a step") if row["what"].startswith(names)])
 
 
@@ -129,9 +126,6 @@ def _whole(rows: list[dict[str, str]]) -> str:
 def marks() -> str:
     wrong, first, results, *_ = load("marks_cpu")["tables"]
     names = {
-        "`decision`": "decision",
-        "`decision` x doubt": "decision x (1 - p)",
-        "control: entropy factor alone": "EntropyFactor",
         "`fisher` (default)": "fisher",
         "`fisher` x doubt": "fisher x (1 - p)",
         "`oar_g` (published)": "oar_g",
@@ -151,10 +145,6 @@ def marks() -> str:
 JUDGED = {
     "oracle: the wrong results are known": "blame",
     "`fisher`, `two_level` (default)": "fisher",
-    "`decision`, `two_level`": "decision",
-    "`decision` x doubt, `two_level` (candidate)": "doubted",
-    "`decision`, doubt in worse responses (candidate)": "spare",
-    "control: entropy factor alone": "entropy_factor",
     "control: random": "random",
 }
 TASKS = ("chain", "parallel", "chain_quiet")
@@ -182,6 +172,15 @@ def trainings(stem: str) -> list[dict[str, Any]]:
     return [dict(zip(of["columns"], row, strict=True)) for row in of["data"]]
 
 
+def judged(stem: str, name: str) -> tuple[Any, Any]:
+    """The plan of that name, and the judged trainings of its page as a data frame."""
+    import pandas as pd
+
+    from benchmarks.learning.plan import PLANS, read_plan
+
+    return read_plan(PLANS / f"{name}.yaml"), pd.DataFrame(trainings(stem))
+
+
 def learning() -> str:
     stem = "learning_judged"
     rows = [["GRPO's own mean reward", *(against_grpo(stem, task)["grpo"]["mean reward"] for task in TASKS), ""]]
@@ -195,38 +194,22 @@ def learning() -> str:
 
 def collapse() -> str:
     """The one training of `chain_quiet` that collapsed, and the gains without its pair."""
-    runs = [run for run in trainings("learning_judged") if run["task"] == "chain_quiet"]
-    (fallen,) = (run for run in runs if run["held_out"] < 0.6)
-    pair = (fallen["warm"], fallen["seed"])
-    rewards = {(run["method"], run["warm"], run["seed"]): run["reward"] for run in runs}
+    from benchmarks.learning.comparison import gain
 
-    def without_pair(method: str) -> float:
-        """The mean over models of the mean over seeds of a model."""
-        by_model: dict[int, list[float]] = {}
-        for name, warm, seed in rewards:
-            if name == method and (warm, seed) != pair:
-                by_model.setdefault(warm, []).append(rewards[method, warm, seed] - rewards["grpo", warm, seed])
-        return sum(sum(gains) / len(gains) for gains in by_model.values()) / len(by_model)
-
-    shown = ", ".join(f"`{name}` {without_pair(name):+.3f}" for name in ("fisher", "spare", "random"))
+    plan, runs = judged("learning_judged", "judged")
+    (fallen,) = runs[(runs["task"] == "chain_quiet") & (runs["held_out"] < 0.6)].to_dict("records")
+    others = runs[(runs["warm"] != fallen["warm"]) | (runs["seed"] != fallen["seed"])]
+    shown = (f"`{name}` {gain(plan, others, 'chain_quiet', name)[0].value:+.3f}" for name in ("fisher", "random"))
     return (
-        f"On `chain_quiet` one training of `{fallen['method']}` collapsed (held-out accuracy {fallen['held_out']:.3f}). "
-        f"It raises every difference there and widens every interval. Without its pair: {shown}.\n"
+        f"On `chain_quiet` one training of `{fallen['method']}` collapsed, which raises every difference there. Without its "
+        f"pair: {', '.join(shown)}.\n"
     )
-
-
-def decision_recall() -> str:
-    tables = [load("learning_judged")["tables"][f"{task}: mean weights, and what importance cost"] for task in TASKS]
-    shares = [row["recall"] for rows in tables for row in rows if row["method"] == "decision"]
-    return f"Over a run the recall of results by `decision` is {min(shares)} to {max(shares)}.\n"
 
 
 RIVALS = {
     "oracle: the wrong results are known": "blame",
     "`fisher`, `two_level` (default)": "fisher",
-    "`decision`, `two_level`": "decision",
     "`grail`, `z_score` (GRAIL)": "grail",
-    "`span_masking`, `two_level` (span masking)": "span_masking",
     "`entropy`, `top_only` (the 80/20 rule)": "top_only",
     "control: `fisher`, the gate turned round": "inverted",
     "control: random": "random",
@@ -257,12 +240,8 @@ AMORTIZED = {
     "control: `value` without hidden states": "doubt",
     "control: `value`, outcomes shuffled": "shuffled",
     "control: random": "random",
-    "SHEAR": "shear",
-    "DelTA, weights 0.2 to 1.8": "delta",
-    "NTHR": "thr",
-    "A3PO": "a3po",
 }
-AT_7B = {"fisher/8": "fisher, 1 in 8", "value": "value", "fisher": "fisher"}
+AT_7B = {"fisher/8": "fisher, 1 in 8", "fisher": "fisher"}
 """Methods, and their names on the page of counts."""
 IN_STEPS = {
     "parallel_2": "`parallel`, two steps",
@@ -278,26 +257,45 @@ def amortized() -> str:
     for label, name in AMORTIZED.items():
         of = [against_grpo("learning_amortized", task)[name] for task in IN_STEPS]
         fallen = sum(int(row["fell apart"].split()[0]) for row in of)
-        rows.append([label, *map(gained, of), ahead("learning_amortized", IN_STEPS, name), str(fallen)])
-    return table(f" credit | {' | '.join(IN_STEPS.values())} | pairs ahead | fell apart ", rows)
+        pairs = [ahead("learning_amortized", tasks, name) for tasks in (list(IN_STEPS)[:2], list(IN_STEPS)[2:])]
+        rows.append([label, *map(gained, of), *pairs, str(fallen)])
+    head = f" credit | {' | '.join(IN_STEPS.values())} | pairs ahead, two steps | four | fell apart "
+    return table(head, rows)
+
+
+def amortized_all_models() -> str:
+    """Predicted `fisher` minus GRPO and minus computed `fisher`, also without the trim of the page."""
+    from benchmarks.learning.comparison import gain, signed
+    from benchmarks.statistics import holm
+
+    plan, runs = judged("learning_amortized", "amortized")
+    whole, computed = replace(plan, trim=0.0), runs[runs["method"] != "grpo"].replace({"method": {"fisher": "grpo"}})
+    kinds = {
+        "GRPO, all models": (whole, runs),
+        "computed `fisher`, best and worst model left out": (plan, computed),
+        "computed `fisher`, all models": (whole, computed),
+    }
+    rows = [[label, *(signed(gain(*of, task, "fisher/8")[0]) for task in IN_STEPS)] for label, of in kinds.items()]
+    named = list(AMORTIZED.values())[:4]
+    p = [gain(whole, runs, task, name)[1] for task in IN_STEPS for name in named]
+    of_fisher = slice(named.index("fisher/8"), None, 4)
+    tests = zip(p[of_fisher], holm(p)[of_fisher], strict=True)
+    rows.insert(1, ["p of that (corrected)", *(f"{one:.2g} ({corrected:.2g})" for one, corrected in tests)])
+    return table(f" `fisher`, 1 in 8 scored, minus | {' | '.join(IN_STEPS.values())} ", rows)
 
 
 def amortized_at_7b() -> str:
     """Gains at equal FLOPs if a step's importance cost what it was counted to cost a 7B model."""
     import numpy as np
-    import pandas as pd
 
     from benchmarks.learning.comparison import gain, signed
-    from benchmarks.learning.plan import PLANS, read_plan
 
-    plan, runs = read_plan(PLANS / "amortized.yaml"), pd.DataFrame(trainings("learning_amortized"))
-    counted = [row for title in ("What OAR adds", "The same where") for row in rows_of("count", title)]
-    of_7b = {
-        row["importance"]: row for row in counted if "7B" in row["model"] and row.get("response", "4,096") == "4,096"
-    }
+    plan, runs = judged("learning_amortized", "amortized")
+    counted = rows_of("count", "Where importance runs")
+    of_7b = {row["importance"]: row for row in counted if "7B" in row["model"] and row["response"] == "4,096"}
     rows = []
     for label, name in ((label, name) for label, name in AMORTIZED.items() if name in AT_7B):
-        added = float(of_7b[AT_7B[name]]["60%"])
+        added = float(of_7b[AT_7B[name]]["in the log-prob pass"].split()[0]) / 100
         runs["flops"] = [np.full(plan.steps, 1 + added * (method == name)) for method in runs["method"]]
         gains = [signed(gain(plan, runs, task, name, "flops")[0]) for task in IN_STEPS]
         rows.append([label, f"{100 * added:.2g} %", *gains])
@@ -305,26 +303,12 @@ def amortized_at_7b() -> str:
 
 
 def in_sentences() -> str:
-    names = {"`fisher` (default)": "fisher", "`decision`": "decision", "oracle: the wrong results are known": "blame"}
-    gained = against_grpo("learning_sentences", "sentences")
-    marked = [
-        {row["credit"]: row["sentences"] for row in rows_of("sentences/marks_cpu", title)}
-        for title in ("What is a result", "Which result is wrong")
-    ]
-    close = {
-        row["estimator"].removesuffix(" 1"): row for row in rows_of("sentences/fidelity_cpu", "Estimators against")
-    }
-    rows = [
-        [
-            label,
-            *(of.get(name, "") for of in marked),
-            close[name]["top 20 %"] if name in close else "",
-            gained[name][GAIN],
-        ]
-        for label, name in names.items()
-    ]
-    head = " credit | AUC of results | AUC of wrong results | overlap with exact OAR-P | mean reward minus GRPO's "
-    return table(head, rows) + f"\nGRPO's own mean reward: {gained['grpo']['mean reward']}.\n"
+    of = against_grpo("learning_sentences", "sentences")
+    overlap = estimators("sentences/fidelity_cpu")["**`fisher`** (default)"]["top 20 %"]
+    return (
+        f"Overlap of `fisher` with exact OAR-P: {overlap}. Mean reward of GRPO: {of['grpo']['mean reward']}; minus GRPO's: "
+        f"`fisher` {of['fisher'][GAIN]}, the oracle {of['blame'][GAIN]}.\n"
+    )
 
 
 def confirmation() -> str:
@@ -517,9 +501,9 @@ def one_gpu() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
-        fidelity_real, predicted_real, probes_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
-        decision_recall, rivals, amortized, amortized_at_7b, in_sentences,
-        confirmation, run_cost, projection, projection_sizes, predicted_steps, scaling, copies, copies_range, errors, faults,
+        fidelity_real, predicted_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
+        rivals, amortized, amortized_all_models, amortized_at_7b, in_sentences, confirmation,
+        run_cost, projection, projection_sizes, predicted_steps, scaling, copies, copies_range, errors, faults,
         architectures, gpu_engines, gpu_peaks, one_gpu,
     )
 }  # fmt: skip

@@ -7,7 +7,9 @@ Of the importances with one backward and no copies, `fisher` agrees best with ex
 """
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -60,13 +62,14 @@ class PerturbationConfig(_Settings):
 
 
 class AmortizeConfig(_Settings):
-    """The settings of `algorithm.oar.amortize`: importance is computed for some responses and predicted for the others."""
+    """The settings of `algorithm.oar.amortize`: importance is computed for a share of the responses, predicted for all."""
 
     share: float | None = Field(None, gt=0, le=1)
-    """Importance is computed for this share of the responses that need credit, and predicted for the others from their hidden
-    states, without a backward or copies. null: it is computed for all. Until enough tokens were seen, the share is larger."""
-    least_overlap: float = Field(0.3, ge=0, le=1)
-    """If predictions share less of the top 20 % of a response's tokens with its computed importance, the share is doubled."""
+    """Importance is computed for this share of the responses that need credit. From it, the scores of all are predicted, by
+    their hidden states. null: it is computed for all. Until enough labels were seen, the share is larger, and responses fall
+    back to GRPO."""
+    units: int | None = Field(None, ge=2)
+    """Number of units (perturbation.span tokens) of each of these responses that get a masked copy. null: all."""
 
 
 class DumpConfig(_Settings):
@@ -84,28 +87,9 @@ class DumpConfig(_Settings):
 
 GROUPS: dict[str, type[BaseModel]] = dict(perturbation=PerturbationConfig, amortize=AmortizeConfig, dump=DumpConfig)
 """The keys of `algorithm.oar` that hold other keys."""
-_PREDICTED = "write importance=oar_p with amortize.share=0.125, which predicts scores for seven responses in eight"
-_CONTRAST = "it was behind GRPO; write importance=fisher, the default"
-LEFT = {
-    "importance=decision": "on a language model it was no better than random numbers; write importance=fisher, the default",
-    "importance=hybrid": f"predicted scores are closer to exact OAR-P and cost less; {_PREDICTED}",
-    "importance=span_masking": "write importance=oar_p with perturbation.span=8, and probe=answer_joint for its definition",
-    "importance=value": f"it was not ahead of GRPO; {_PREDICTED}, or importance=fisher",
-    "importance=contrast": _CONTRAST,
-    "importance=contrast_own": _CONTRAST,
-    "oar=decision": "its importance was no better than random numbers; leave it out: the default has the same gate",
-    "perturbation.budget": "every unit of a response gets a copy; for fewer copies set perturbation.span, or amortize.share",
-    "context": "no importance shows an answer in a prompt; leave it out",
-    "advantages": "no importance learns from them; leave it out",
-    "truths": "no importance reads the right answer; leave it out",
-}
-"""Settings, and arguments of `oar_plugin.importance`, that were removed in version 0.4.0 -> why, and what to write instead."""
-LEFT_DEFAULTS = {
-    "perturbation.budget": None,
-    "context.template": "The right answer is {answer}. {prompt}",
-    "context.truth": None,
-}
-"""Keys that left -> their default, which runs of older versions have recorded."""
+LEFT, LEFT_DEFAULTS = json.loads(Path(__file__).with_name("left.json").read_text(encoding="utf-8")).values()
+"""Settings, and arguments of `oar_plugin.importance`, that were removed in version 0.4.0 -> why, and what to write instead; and
+keys that left -> their default, which runs of older versions have recorded."""
 
 
 def left(setting: str) -> str | None:
@@ -191,7 +175,7 @@ class OarConfig(_Settings):
     perturbation: PerturbationConfig = Field(default_factory=PerturbationConfig)
     """The masked copies of counterfactual importance."""
     amortize: AmortizeConfig = Field(default_factory=AmortizeConfig)
-    """Importance is computed for a share of the responses and predicted for the others."""
+    """Importance is computed for a share of the responses and predicted from it for all."""
     dump: DumpConfig = Field(default_factory=DumpConfig)
     """Groups of responses with their weights, for people to look at."""
 
@@ -200,11 +184,16 @@ class OarConfig(_Settings):
         if not self.answer_patterns and self.probe != "last":
             fault = f"probe={self.probe} needs to know where the answer is, but answer_patterns is empty"
             raise ValueError(f"{fault}; allowed: probe=last, or at least one pattern")
-        importance = self.importance_object
-        if self.amortize.share is not None and not (importance.backwards or importance.copies):
-            fault = f"amortize.share={self.amortize.share:g} with importance={self.importance}: it computes no scores"
+        importance, share, units = self.importance_object, self.amortize.share, self.amortize.units
+        if share is not None and not (importance.backwards or importance.copies):
+            fault = f"amortize.share={share:g} with importance={self.importance}: it computes no scores"
             raise ValueError(f"{fault} to predict; allowed: null, or an importance with a backward or copies")
-        if self.offloads and self.amortize.share is None and (name := self.actor_importance) is not None:
+        if units is not None and (share is None or not importance.copies):
+            fault = f"amortize.units={units} with importance={self.importance}, share={share or 'null'}: all units are scored"
+            raise ValueError(f"{fault}; allowed: null, or importance={named(copies=True)} with a share")
+        if share == 1 and units is None:
+            raise ValueError("amortize.share=1: all units are scored; allowed: null, where scores are used as they are")
+        if self.offloads and share is None and (name := self.actor_importance) is not None:
             try:
                 if _known_importance(name).copies:
                     allowed = f"none, {named(copies=False)}, or python:<module>:<class>"

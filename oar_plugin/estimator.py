@@ -60,13 +60,13 @@ def reshape(
     reasoning_BL: Tensor,
     status_B: Tensor,
     config: OarConfig,
-    prediction_B4: Tensor | None = None,
+    prediction_3: Tensor | None = None,
 ) -> Reshaped:
     """Multiplies the host's advantages `[B, L]` with the gate's weights. For the other arguments see `weigh`. Raises nothing: a
     response that cannot be weighted keeps its advantages, and its status says why.
     """
     given = importance_BL, reasoning_BL, rewarded(status_B, advantage_BL), config
-    weight_BL, status_B, measure_BM = weigh(*given, prediction_B4=prediction_B4)
+    weight_BL, status_B, measure_BM = weigh(*given, prediction_3=prediction_3)
     return Reshaped(weighted(advantage_BL, weight_BL), weight_BL, status_B, measure_BM)
 
 
@@ -86,25 +86,21 @@ def weigh(
     status_B: Tensor,
     config: OarConfig,
     kind: Importance | None = None,
-    prediction_B4: Tensor | None = None,
+    prediction_3: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gate's weights, float32 `[B, L]`, the final `Status`, int64 `[B]`, and `Reshaped.measure_BM`.
 
-    `reasoning_BL` is bool, `status_B` (int64) the `Status` before the gate, `prediction_B4` the `PREDICTION_NAMES` of each
-    response if importance is predicted, `kind` the importance if it is not that of the settings. Bad data raises nothing: the
-    weights of a response whose importance or weights cannot be used are 1, and its status says why. Padding on the right
-    changes nothing.
+    `reasoning_BL` is bool, `status_B` (int64) the `Status` before the gate, `prediction_3` the last three of `PREDICTION_NAMES`
+    if importance is predicted, `kind` the importance if it is not that of the settings. Bad data raises nothing: the weights of
+    a response whose importance or weights cannot be used are 1, and its status says why. Padding on the right changes nothing.
     """
     finite_B = torch.isfinite(importance_BL.masked_fill(~reasoning_BL, 0.0)).all(-1)
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~finite_B, Status.NON_FINITE)
     low_B = importance_BL.masked_fill(~reasoning_BL, torch.inf).amin(-1)
     high_B = importance_BL.masked_fill(~reasoning_BL, -torch.inf).amax(-1)
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~(high_B > low_B), Status.CONSTANT)
-
-    if prediction_B4 is not None:  # predictions are 0 until enough tokens were seen
-        prediction_B4 = prediction_B4.to(importance_BL.device)
-        unseen_B = prediction_B4[:, 0].bool() & (high_B == 0)
-        status_B = status_B.masked_fill((status_B == Status.CONSTANT) & unseen_B, Status.LEARNING)
+    if prediction_3 is not None:  # predictions are 0 until enough labels were seen
+        status_B = status_B.masked_fill((status_B == Status.CONSTANT) & (high_B == 0), Status.LEARNING)
 
     kind = kind or config.importance_object
     usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
@@ -121,10 +117,12 @@ def weigh(
         warn_once(text, config.gate, exc_info=True)
         weight_BL, kept_B = torch.ones_like(importance_BL), torch.zeros_like(finite_B)
     status_B = status_B.masked_fill((status_B == Status.SCORED) & ~kept_B, Status.NON_FINITE)
-    usable_BL = reasoning_BL & (status_B == Status.SCORED)[:, None]
-    weight_BL = torch.where(usable_BL, weight_BL, 1.0)
-    measure_BM = measured(weight_BL, usable_BL)
-    return weight_BL, status_B, measure_BM if prediction_B4 is None else torch.cat([measure_BM, prediction_B4], -1)
+    scored_B1 = (status_B == Status.SCORED)[:, None]
+    weight_BL = torch.where(reasoning_BL & scored_B1, weight_BL, 1.0)
+    measure_BM = measured(weight_BL, reasoning_BL & scored_B1)
+    if prediction_3 is not None:  # every scored response is predicted
+        measure_BM = torch.cat([measure_BM, scored_B1, prediction_3.to(measure_BM).expand(len(status_B), 3)], -1)
+    return weight_BL, status_B, measure_BM
 
 
 def weigh_rows(
@@ -133,7 +131,7 @@ def weigh_rows(
     status_B: Tensor,
     config: OarConfig,
     kind: Importance | None = None,
-    prediction_B4: Tensor | None = None,
+    prediction_3: Tensor | None = None,
 ) -> dict[str, list[Tensor]]:
     """`weigh` for responses of different lengths, `[L_i]` each. A segment is a `Segment`.
 
@@ -141,14 +139,13 @@ def weigh_rows(
     """
     weights, status_B = [torch.ones(len(row)) for row in importance], status_B.clone()
     measure_BM = torch.zeros(len(weights), len(MEASURE_NAMES))
-    if prediction_B4 is not None:
-        measure_BM = torch.cat([measure_BM, prediction_B4], -1)
+    if prediction_3 is not None:
+        measure_BM = torch.cat([measure_BM, measure_BM[:, :1], prediction_3.expand(len(weights), 3)], -1)
     scored = (status_B == Status.SCORED).nonzero()[:, 0].tolist()
     if scored:  # others may have no tokens
         importance_SL, segments_SL = (pad_sequence([rows[i] for i in scored], True) for rows in (importance, segments))
-        given = importance_SL, segments_SL == Segment.REASONING, status_B[scored], config, kind
-        predicted = None if prediction_B4 is None else prediction_B4[scored]
-        weight_SL, status_B[scored], measure_BM[scored] = weigh(*given, predicted)
+        given = importance_SL, segments_SL == Segment.REASONING, status_B[scored], config, kind, prediction_3
+        weight_SL, status_B[scored], measure_BM[scored] = weigh(*given)
         for row, weight_L in zip(scored, weight_SL, strict=True):
             weights[row] = weight_L[: len(weights[row])]
     rows = {IMPORTANCE: list(importance), SEGMENTS: list(segments), WEIGHTS: weights}

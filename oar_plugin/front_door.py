@@ -42,7 +42,7 @@ class Credit:
     weights: Tensor  # float32 `[B, L]`
     segments: Tensor  # int8 `[B, L]` of `oar_plugin.credit.answer.Segment`
     status: list[Status]  # one per response. All except SCORED say why the response falls back to GRPO
-    predicted: Tensor  # bool `[B]`: scored by a prediction (`amortize.share`), without a backward or copies
+    predicted: Tensor  # bool `[B]`: its weights come from predicted scores (`amortize.share`)
     metrics: dict[str, float]  # as a run logs them under `oar/`
     config: OarConfig
     predictor: Predictor | None = field(default=None, repr=False, compare=False)  # what was learned, for the next call
@@ -185,12 +185,9 @@ def importance(
     importance_BL = credit.importance(model, batch, segments_BL, request, max_tokens=max_tokens)
     even = credit.reshape(step, torch.ones_like(importance_BL), importance_BL, segments_BL, status_B)
     status = [Status(int(value)) for value in even.status_B]
-    predicted_B = torch.zeros(len(rows)).bool() if even.predicted_B is None else even.predicted_B
     Watch(credit.config.fallback_warning, 1).see(step, {f"oar/{name}": value for name, value in even.metrics.items()})
-    return Credit(
-        token_BL, mask_BL, importance_BL, even.weight_BL, segments_BL, status,
-        predicted_B & (even.status_B == Status.SCORED), even.metrics, credit.config, credit.predictor, tokenizer,
-    )  # fmt: skip
+    found = token_BL, mask_BL, importance_BL, even.weight_BL, segments_BL, status, even.predicted_B, even.metrics
+    return Credit(*found, credit.config, credit.predictor, tokenizer)
 
 
 def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: Any) -> estimator.Reshaped:

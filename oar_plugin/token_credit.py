@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from oar_plugin import estimator
 from oar_plugin.config import PREFIX, OarConfig, OarConfigError
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.diagnostics import MEASURE_NAMES, Status
+from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.watch import Watch
 from oar_plugin.output import warn_once
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
@@ -28,7 +28,7 @@ from oar_plugin.page.record import PREDICTED, Header, Response, header_for
 from oar_plugin.passes.plain import batch_importance, in_eval_mode, packed_rows
 from oar_plugin.passes.predicted_batch import PredictedBatch
 from oar_plugin.passes.prediction import predictor_of
-from oar_plugin.passes.request import Request, replacement_token
+from oar_plugin.passes.request import Request, replacement_fault, replacement_token
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -67,7 +67,7 @@ class CreditedBatch:
     segments_BL: Tensor  # a `Segment` per token
     weight_BL: Tensor  # 1 at all tokens of a response that falls back to GRPO
     status_B: Tensor  # int64, a `Status` per response
-    predicted_B: Tensor | None  # bool, whether importance was predicted; None: no importance is
+    predicted_B: Tensor  # bool, whether importance was predicted
 
 
 @dataclass(frozen=True)
@@ -118,13 +118,10 @@ class TokenCredit:
             self._eos_token_ids = end_of_sequence_tokens(tokenizer, generation_config)
         self.watch = Watch(self.config.fallback_warning)
         self.predictor = predictor_of(self.config)
-        self._prediction_B4: Tensor | None = None  # of the last batch, until `reshape`
+        self._prediction_3: Tensor | None = None  # of the last batch, until `reshape`
         self._replacement = replacement_token(self.config, padding or tokenizer)
-        if self._replacement in self._eos_token_ids:
-            setting = f"{prefix}.perturbation.replacement=pad"
-            text = "%s: %r also ends responses. A copy then has an end within it, and scores depend on it; for other scores "
-            text += "set another pad_token, or perturbation.replacement=sampled"
-            warn_once(text, setting, tokenizer.pad_token)
+        if tokenizer and (ends := replacement_fault(self._replacement, tokenizer, self._eos_token_ids)):
+            warn_once("%s.perturbation.replacement=pad: %s", prefix, ends)
         config = self.config.dump
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)
 
@@ -207,17 +204,17 @@ class TokenCredit:
         how = max_tokens, checkpoint_activations, max_over_ranks
         with in_eval_mode(model), torch.enable_grad():
             importance_BT = batch_importance(model, request, *rows, *how, predicted)
-        self._prediction_B4 = None if predicted is None else predicted.end_step(usable_B)
+        self._prediction_3 = None if predicted is None else predicted.end_step()
         return importance_BT[:, before:]
 
     def reshape(
         self, step: int, advantage_BL: Tensor, importance_BL: Tensor, segments_BL: Tensor, status_B: Tensor
     ) -> ReshapedBatch:
         """`oar_plugin.estimator.reshape` of the host's normalised advantages, with what records and dumps need."""
-        prediction_B4, self._prediction_B4 = self._prediction_B4, None
-        given = importance_BL, segments_BL == Segment.REASONING, status_B, self.config, prediction_B4
+        prediction_3, self._prediction_3 = self._prediction_3, None
+        given = importance_BL, segments_BL == Segment.REASONING, status_B, self.config, prediction_3
         made = estimator.reshape(advantage_BL, *given)
-        predicted_B = None if prediction_B4 is None else made.measure_BM[:, len(MEASURE_NAMES)].bool()
+        predicted_B = (made.status_B == Status.SCORED) & (prediction_3 is not None)
         credited = step, advantage_BL, importance_BL, segments_BL, made.weight_BL, made.status_B, predicted_B
         return ReshapedBatch(*credited, made.advantage_BL, made.measure_BM, made.metrics)
 
@@ -244,9 +241,7 @@ class TokenCredit:
         # All own tokens have the same advantage; it is 0 at tool output. A response without tokens has an empty span. Its
         # advantage is then read from all columns of the row, if there are any.
         advantages = credited.host_advantage_BL[row, span].tolist() or credited.host_advantage_BL[row].tolist()
-        name = importance or self.config.importance_object.name
-        if credited.predicted_B is not None and credited.predicted_B[row]:
-            name += PREDICTED
+        name = (importance or self.config.importance_object.name) + PREDICTED * bool(credited.predicted_B[row])
         scores = {name: credited.importance_BL[row, span].tolist()}
         fields = known | {name: value[span].tolist() for name, value in known.items() if isinstance(value, Tensor)}
         return Response(

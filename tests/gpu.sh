@@ -3,6 +3,7 @@
 #
 # Run it inside the environment that trains, verl's image for example, with this checkout installed there:
 #     pip install --no-deps -e . && pip install pytest hypothesis
+# Before it, `bash benchmarks/gpu_step.sh` measures seconds and memory, in six minutes.
 # It installs nothing and needs no Internet: checks make their own models. Each says what it needs and is skipped with the
 # reason where that is missing. OAR_GPU_REPORT=DIR (default: gpu_report) gets pytest's output (report.txt), figures and
 # versions (report.json), and the output of each check. The exit status is 1 when a check failed. `-k NAME` runs a part.

@@ -23,6 +23,7 @@ from tests.default_yaml import FILE
         # A dot is a level. Where both forms are given, the one with a dot counts.
         ({"dump": {"dir": "x", "every": 5}, "dump.every": 3}, {"dump": DumpConfig(dir="x", every=3)}),
         ({"dump.dir": "y", "dump": DumpConfig(dir="x", groups=1)}, {"dump": DumpConfig(dir="y", groups=1)}),
+        *(({"importance": "oar_p", "amortize": one}, {}) for one in ({"share": 1, "units": 2}, {"share": 0.5})),
         *(({"importance": name}, {"importance_object": IMPORTANCES[name]}) for name in IMPORTANCES),
     ],
 )
@@ -83,6 +84,11 @@ def test_a_fallback_that_left_is_told_too():
         ({"max_weight": 1}, ["algorithm.oar.max_weight=1", "unknown key"]),
         ({"teu": 0.3}, ["algorithm.oar.teu=0.3", "unknown key", "did you mean algorithm.oar.tau", "allowed keys"]),
         ({"answer_patterns": []}, ["probe=answer_mean", "answer_patterns", "probe=last"]),
+        ({"importance": "entropy", "amortize.share": 0.5}, ["amortize.share=0.5", "importance=entropy", "null"]),
+        ({"importance": "oar_p", "amortize.share": 1}, ["amortize.share=1", "allowed: null"]),
+        ({"importance": "oar_p", "amortize.units": 4}, ["amortize.units=4", "share=null", "allowed: null, or"]),
+        ({"amortize": {"share": 0.5, "units": 4}}, ["amortize.units=4", "importance=fisher", "importance=oar_p with"]),
+        ({"importance": "oar_p", "amortize.units": 1}, ["amortize.units=1", "equal to 2"]),
         ({"answer_patterns": ["boxed", "hash", "x"]}, ["algorithm.oar.answer_patterns[2]='x': ", "the_answer_is"]),
         ({"answer_patterns": ["regex:(", "boxed"]}, ["algorithm.oar.answer_patterns[0]='regex:(': ", "regular"]),
         ({"answer_patterns": ["boxed", 3]}, ["algorithm.oar.answer_patterns[1]=3: ", "string"]),

@@ -134,7 +134,7 @@ def test_a_padding_token_that_ends_responses_is_said_once(model, caplog):
     for settings in ({"importance": "oar_p"}, {"importance": "oar_p"}, {}, {"perturbation.replacement": "sampled"}):
         oar_plugin.importance(model, **given, **settings)
     (said,) = caplog.messages
-    assert "importance.perturbation.replacement=pad: '<eos>' also ends responses." in said
+    assert "importance.perturbation.replacement=pad: '<eos>' ends responses or separates documents." in said
 
 
 @pytest.mark.parametrize("importance", ["fisher", "oar_p"])
@@ -274,13 +274,18 @@ def test_what_left_is_refused_with_what_to_write_instead(model, given):
         credit_of(model, **given)
 
 
-def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch):
+def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch, caplog):
     monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
     first = credit_of(model, **{"amortize.share": world.SHARE})
     second = credit_of(model, predictor=first.predictor, **{"amortize.share": world.SHARE})
     assert first.metrics["amortize/predicted"] == 0
-    assert 0 < second.metrics["amortize/predicted"] < 1
-    assert second.metrics["amortize/predicted"] == second.predicted.float().mean()
+    assert second.metrics["amortize/predicted"] == second.metrics["scored"] == second.predicted.float().mean() == 1
+    assert {*first.status} == {Status.LEARNING}
+    (said,) = caplog.messages
+    assert "learning 100%. learning: too few labels; give a call of `oar_plugin.importance` the `predictor`" in said
+    for name in ("fallback/learning", "amortize/learning_steps"):
+        assert (first.metrics[name], second.metrics[name]) == (1, 0)
+    assert (first.weights == 1).all()
     assert f"SCORED (predicted) {second.predicted.sum()}" in repr(second)
     assert f"{int(second.predicted.nonzero()[0])}: SCORED (predicted)</b>" in second._repr_html_()
     assert "predicted" not in repr(first)
@@ -288,17 +293,6 @@ def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch):
     assert torch.equal(again.importance, second.importance), "the call before has changed nothing"
     with pytest.raises(ValueError, match=r"predictor: nothing is predicted without amortize\.share"):
         credit_of(model, predictor=first.predictor)
-
-
-def test_a_prediction_from_too_few_tokens_is_told_from_a_score_that_is_constant(model, monkeypatch):
-    """With more tokens seen, the response is predicted."""
-    monkeypatch.setattr(prediction, "MARGIN", 0.0)
-    monkeypatch.setattr(prediction, "FEWEST", 0)
-    credit = credit_of(model, **{"amortize.share": world.SHARE})
-    assert {*credit.status} == {Status.SCORED, Status.LEARNING}
-    assert credit.metrics["fallback/any"] == credit.metrics["fallback/learning"] > 0
-    learning = torch.tensor([status == Status.LEARNING for status in credit.status])
-    assert (credit.weights[learning] == 1).all()
 
 
 def test_a_credit_shows_itself(model):

@@ -134,11 +134,12 @@ def test_two_responses_with_one_id_are_counted(model, tmp_path):
 
 
 def test_its_dump_and_the_terminal_say_which_responses_were_predicted(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prediction, "ENOUGH", 2)
-    monkeypatch.setattr(prediction, "FEWEST", 1)
-    reshaped(model, batch_of(), tmp_path, amortize={"share": 0.5})
-    _, responses = read(tmp_path)
-    assert {name for one in responses for name in one.importance} == {"fisher", "fisher, predicted"}
+    monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
+    credit = shown().start(SETTINGS | {"amortize.share": 0.5}, model, world.make_tokenizer(), tmp_path)
+    for step in (1, 2):
+        shown().credited(credit, model, batch_of(), step, world.MAX_RESPONSE_LENGTH)
+        _, responses = read(tmp_path, step)
+        assert ("fisher, predicted" in {name for one in responses for name in one.importance}) == (step == 2)
     assert main(["inspect", str(tmp_path / "credit"), "--format", "text"]) == 0
     predicted = [one.uid for one in responses if "fisher, predicted" in one.importance]
     heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]

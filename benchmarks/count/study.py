@@ -1,23 +1,21 @@
 """Counts of whole models, as a page. Each model is counted in a process of its own, because a process group is made for it."""
 
-import statistics
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.count import fake_step, real
+from benchmarks.count import derived, fake_step, real
+from benchmarks.count.derived import ANSWER, LAYERS, PROMPT, added_flops, copies_flops
 from benchmarks.count.shapes import Counts, Memory, Work, at, dimensions
 from benchmarks.report import Progress, Report, Table
-from oar_plugin.credit.importance import IMPORTANCES, Importance
-from oar_plugin.credit.regression import COLUMNS, FEATURES
+from oar_plugin.credit.importance import IMPORTANCES
 from oar_plugin.runs.plan.known import KNOWN, load_model
 
 MODELS = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Yi-1.5-34B", "Qwen3-30B-A3B")
 MORE = ("Qwen2.5-7B",)
 JUDGED = ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-30B-A3B")  # with every importance
-PROMPT, ANSWER, RESPONSES, TOKENS, RANKS = 512, 16, (1024, 4096, 8192, 16384), 16384, (1, 8, 512)
-LAYERS: dict[str, int] = {name: load_model(name).num_hidden_layers for name in KNOWN["models"]}
+RESPONSES, TOKENS, RANKS = (1024, 4096, 8192, 16384), 16384, (1, 8, 512)
 PHASES = "log-probs", "importance", "update"
 CHECKPOINTING, WHOLE, LORA = "checkpointing", "whole activations", "LoRA 32"
 SHARES = (0.3, 0.6, 1.0)
@@ -56,26 +54,6 @@ def count_model(name: str) -> dict[str, Counts]:
     return {layout: fake_step.count(key) for layout, key in keys.items()}
 
 
-def added_flops(counts: Counts, layers: int, length: int, importance: Importance) -> float:
-    """Return what an importance adds to the FLOPs of log-probs: forwards, backwards, and the rows that these start from."""
-    of = counts["flops"]
-    backward = at(of["importance"], layers, length) - at(of["log-probs"], layers, length)
-    forwards = (len(importance.forwards(1)) - 1) * at(of["layers"], layers, length)
-    rows = sum(length - PROMPT - ANSWER if each.rows == "reasoning" else ANSWER for each in importance.backwards)
-    return len(importance.backwards) * backward + forwards + 2 * at(of["head"], layers, rows)
-
-
-def copies_flops(counts: Counts, layers: int, length: int, span: int, prefix: bool) -> float:
-    """FLOPs of masked copies of a response, with a shared prefix from a first masked token on, and its unmasked forward."""
-    flops, reasoning = counts["flops"], length - PROMPT - ANSWER
-    whole, head = flops["layers"], at(flops["head"], layers, ANSWER)
-    # First masked tokens are spread evenly over the reasoning.
-    starts = [PROMPT + reasoning * (i + 0.5) / 64 for i in range(64)]
-    cached = statistics.fmean(at(whole, layers, start) for start in starts) if prefix else 0.0
-    forward = at(whole, layers, length) + head
-    return forward + max(1.0, reasoning / span) * (forward - cached)
-
-
 def measure(settings: Settings, progress: Progress) -> Report:
     with ProcessPoolExecutor(settings.processes, get_context("spawn")) as pool:
         futures = {name: pool.submit(count_model, name) for name in settings.models}
@@ -87,12 +65,12 @@ def measure(settings: Settings, progress: Progress) -> Report:
         _flops(counts),
         _ratios(counts),
         _copies(counts),
-        _predicted(counts),
+        *derived.tables({name: of[CHECKPOINTING] for name, of in counts.items()}),
         _bytes(counts),
         _traffic(counts),
         check(),
     ]
-    return Report("What a training step costs, counted", "count", tables, NOTES, dict(counts))
+    return Report("What a training step costs, counted", "count", tables, [*NOTES, *derived.NOTES], dict(counts))
 
 
 def _flops(all_counts: dict[str, dict[str, Counts]]) -> Table:
@@ -136,30 +114,11 @@ def _copies(all_counts: dict[str, dict[str, Counts]]) -> Table:
         counts = all_counts[name][CHECKPOINTING]
         for label, span in SPANS.items():
             for prefix in (True, False):
-                added = copies_flops(counts, LAYERS[name], PROMPT + 4096, span, prefix)
+                added = copies_flops(counts, LAYERS[name], PROMPT + 4096, (4096 - ANSWER) / span, prefix)
                 how = "cached" if prefix else "computed again"
                 rows.append([name, label, how, *_ratio(counts, LAYERS[name], PROMPT + 4096, added)])
     columns = ["model", "importance", "prefix", *(f"{share:.0%}" for share in SHARES)]
     return Table("The same for masked copies of 4,096 tokens (derived from the forward's polynomial)", columns, rows)
-
-
-def _predicted(all_counts: dict[str, dict[str, Counts]]) -> Table:
-    rows, length = [], PROMPT + 4096
-    reasoning = length - PROMPT - ANSWER
-    for name in (name for name in all_counts if name in JUDGED):
-        counts, layers = all_counts[name][CHECKPOINTING], LAYERS[name]
-        fisher = added_flops(counts, layers, length, IMPORTANCES["fisher"])
-        copies = copies_flops(counts, layers, length, 8, prefix=True)
-        # The share of tokens that are learned, and what scores of all cost.
-        ways = {
-            "fisher, 1 in 8": (1 / 8, fisher),
-            **{f"oar_p, spans of 8, cached prefix, 1 in {n}": (1 / n, copies) for n in (20, 300)},
-        }
-        for label, (share, scores) in ways.items():
-            products = 2 * reasoning * (load_model(name).hidden_size * COLUMNS + share * FEATURES**2)
-            rows.append([name, label, *_ratio(counts, layers, length, share * scores + products)])
-    title = "The same where the scores of other rows are predicted, 4,096 tokens (derived)"
-    return Table(title, ["model", "importance", *(f"{share:.0%}" for share in SHARES)], rows)
 
 
 def _bytes(all_counts: dict[str, dict[str, Counts]]) -> Table:

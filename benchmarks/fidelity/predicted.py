@@ -26,7 +26,6 @@ PREDICTED = {
 """By name: what is predicted, one in how many responses it is fitted on, and the columns that it sees."""
 PLAIN = {"forward": 1.0, "backward": 0.0, "time": 1.0}
 """Costs of a response that is not scored."""
-CPU = torch.device("cpu")
 
 
 @torch.no_grad()
@@ -46,12 +45,12 @@ def predicted(feature: Sequence[Tensor], score: Sequence[Tensor], parts: int) ->
     fits = list[Regression]()
     for part in range(parts):
         fits.append(Regression(feature[0].shape[-1], RIDGE))
-        for index in range(part, len(feature), parts):
-            if score[index].any():
-                log_R = score[index].clamp_min(LEAST * score[index].mean()).log()
-                fits[-1].add(feature[index], log_R - log_R.mean())
-        fits[-1].end_step(fits[-1].step_sums(CPU))
-    return [fits[(index - 1) % parts].predict(feature_RF) for index, feature_RF in enumerate(feature)]
+        mine = [index for index in range(part, len(feature), parts) if score[index].any()]
+        logs = [score[index].clamp_min(LEAST * score[index].mean()).log() for index in mine]
+        target_U = torch.cat([score[0][:0], *(log_R - log_R.mean() for log_R in logs)])
+        feature_UF = torch.cat([feature[0][:0], *(feature[index] - feature[index].mean(0) for index in mine)])
+        fits[-1].end_step(fits[-1].sums(feature_UF, target_U), len(target_U), len(mine))
+    return [fits[(index - 1) % parts].predict(feature_RF)[:, 0] for index, feature_RF in enumerate(feature)]
 
 
 def predicted_rows(model: nn.Module, found: Sequence[Rows]) -> Rows:

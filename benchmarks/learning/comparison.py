@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from benchmarks.learning.cost import flops_of, gain_at_equal, tokens_of
+from benchmarks.learning.cost import flops_of, gain_at_equal, passes_of, tokens_of
 from benchmarks.learning.plan import BASELINE, Plan
 from benchmarks.learning.training import MAX_GRADIENT_NORM, Record
 from benchmarks.report import COLOURS, Table, subplots
@@ -30,6 +30,7 @@ KINDS = {
     "other_in_right": "other tokens of right responses",
 }
 SECONDS = ["sample_seconds", "importance_seconds", "update_seconds"]
+SPENT = ["tokens", "flops", "passes"]
 MEANS = [*KINDS, "recall", "entropy", "length", "ess_ratio", "gradient_norm", "fallback/any", *SECONDS]
 
 Named = Sequence[tuple[str, Record]]
@@ -42,16 +43,18 @@ def means(record: Record) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in of.items() if values}
 
 
-def by_run(records: Named) -> pd.DataFrame:
-    """A row a training."""
+def by_run(records: Named, added: Mapping[str, float] = {}) -> pd.DataFrame:
+    """A row a training; `added`: that of a plan."""
     rows = []
     for name, record in records:
         run = record.run
         row = {"task": run.task, "method": name, "lr": run.lr, "warm": run.warm, "seed": run.seed}
         row |= {"start": record.start, "held_out": record.held_out}
         row |= {"rewards": [step["reward"] for step in record.steps]}
-        rows.append(row | {"tokens": tokens_of(record.steps), "flops": flops_of(record.steps)} | means(record))
-    columns = ["task", "method", "lr", "warm", "seed", "start", "held_out", "rewards", "tokens", "flops", "reward"]
+        passes = passes_of(record.steps, added.get(name, 0.0 if name == BASELINE else math.nan))
+        row |= {"tokens": tokens_of(record.steps), "flops": flops_of(record.steps), "passes": passes}
+        rows.append(row | means(record))
+    columns = ["task", "method", "lr", "warm", "seed", "start", "held_out", "rewards", *SPENT, "reward"]
     return pd.DataFrame(rows, columns=[*columns, *MEANS])
 
 
@@ -78,11 +81,11 @@ def chosen_rates(plan: Plan, records: Named) -> dict[tuple[str, str], float]:
 
 def tables(plan: Plan, chosen_from: Named, judged: Named) -> list[Table]:
     """All that a page shows, task by task."""
-    runs, grid = by_run(judged), by_run(chosen_from)
+    runs, grid = by_run(judged, plan.added), by_run(chosen_from)
     gains = {(task, name): gain(plan, runs, task, name) for task in plan.tasks for name in plan.methods}
     tested = [(task, name) for task in plan.tasks for name in plan.named if name != BASELINE]
     corrected = dict(zip(tested, holm([gains[key][1] for key in tested]), strict=True))
-    found = []
+    found = [_ahead(plan, runs)]
     for task in plan.tasks:
         found += [
             _compared(plan, task, runs, gains, corrected),
@@ -100,17 +103,35 @@ def paired(runs: pd.DataFrame, task: str, method: str) -> pd.DataFrame:
     return ours.join(theirs.add_suffix("_grpo"), how="inner")
 
 
-def gain(plan: Plan, runs: pd.DataFrame, task: str, method: str, what: str = "reward") -> tuple[Estimate, float]:
-    """Of `what` over GRPO's, and its p; `tokens` and `flops` stand for the mean reward at equal numbers of them."""
+def gain(
+    plan: Plan, runs: pd.DataFrame, task: str, method: str, what: str = "reward", trimmed: bool = True
+) -> tuple[Estimate, float]:
+    """Of `what` over GRPO's, and its p; `SPENT` stand for the mean reward at equal numbers of them."""
     pairs = paired(runs, task, method)
-    if what in ("tokens", "flops"):
+    if what in SPENT:
         columns = pairs[["rewards", what, "rewards_grpo", f"{what}_grpo"]]
         difference = pd.Series(
             [gain_at_equal(*row) for row in columns.itertuples(index=False)], pairs.index, dtype=float
         )
     else:
         difference = pairs[what] - pairs[f"{what}_grpo"]
-    return mean_over_clusters([list(of) for _, of in difference.groupby("warm")], plan.trim)
+    return mean_over_clusters([list(of) for _, of in difference.groupby("warm")], plan.trim * trimmed)
+
+
+def _ahead(plan: Plan, runs: pd.DataFrame) -> Table:
+    """The pairs in which a method's mean reward is above GRPO's, and in which it fell apart."""
+    rows = []
+    for name in plan.methods:
+        counts, apart = list[tuple[int, int]](), 0
+        for task in plan.tasks:
+            pairs = paired(runs, task, name)
+            counts.append((int((pairs["reward"] > pairs["reward_grpo"]).sum()), len(pairs)))
+            apart += int(fell_apart(pairs).sum())
+        counts.append((sum(ahead for ahead, _ in counts), sum(of for _, of in counts)))
+        if counts[-1][1]:
+            shown = ["" if name == BASELINE else f"{ahead} of {of}" for ahead, of in counts]
+            rows.append([name, *shown, f"{apart} of {counts[-1][1]}"])
+    return Table("Pairs ahead of GRPO", ["method", *plan.tasks, "all tasks", "fell apart"], rows)
 
 
 def _compared(
@@ -128,7 +149,7 @@ def _compared(
             continue
         line = [name, f"{of['lr'].iloc[0]:g}", f"{of['reward'].mean():.3f}"]
         if name == BASELINE:
-            line += [""] * 5
+            line += [""] * (6 if plan.trim else 5)
         else:
             estimate, p = gains[task, name]
             ahead = f"{(pairs['reward'] > pairs['reward_grpo']).sum()} of {len(pairs)}"
@@ -137,13 +158,22 @@ def _compared(
             if holm_p < SIGNIFICANT:
                 verdict = "**faster**" if estimate.value > 0 else "**slower**"
             share = _number(estimate.value / headroom, ".2f") if headroom > 0 else "-"
-            line += [signed(estimate), ahead, share, _number(holm_p if name in plan.named else p, ".2g"), verdict]
+            line += [signed(estimate), *([signed(gain(plan, runs, task, name, trimmed=False)[0])] if plan.trim else [])]
+            line += [ahead, share, _number(holm_p if name in plan.named else p, ".2g"), verdict]
         held_out = gain(plan, runs, task, name, "held_out")[0]
         late = "" if name == BASELINE else signed(held_out)
         fallen = f"{fell_apart(of).sum()} of {len(of)}"
         rows.append([*line, fallen, f"{of['held_out'].mean():.3f}", late])
-    columns = ["method", "lr", "mean reward", "minus GRPO's (95 %)", "ahead in", f"of {HEADROOM}'s gain"]
-    columns += ["p", "verdict", "fell apart", "held-out at the end", "minus GRPO's"]
+    columns = ["method", "lr", "mean reward", "minus GRPO's (95 %)", *(["not trimmed"] if plan.trim else [])]
+    columns += [
+        "ahead in",
+        f"of {HEADROOM}'s gain",
+        "p",
+        "verdict",
+        "fell apart",
+        "held-out at the end",
+        "minus GRPO's",
+    ]
     return Table(f"{task}: mean reward over the run, against GRPO", columns, rows)
 
 
@@ -155,12 +185,13 @@ def _at_equal_cost(plan: Plan, task: str, runs: pd.DataFrame) -> Table:
             continue
         tokens, flops = (np.mean([spent.sum() for spent in of[what]]) for what in ("tokens", "flops"))
         line = [name, f"{tokens / 1e3:.1f}", f"{flops / 1e9:.1f}", f"{flops / tokens / 1e6:.2f}"]
-        equal = ("reward", "tokens", "flops")
-        rows.append(
-            line + [("" if name == BASELINE else signed(gain(plan, runs, task, name, what)[0])) for what in equal]
-        )
-    columns = ["method", "thousand tokens sampled", "GFLOP", "MFLOP a token", "gain at equal steps (95 %)"]
-    return Table(f"{task}: gain at equal cost", [*columns, "at equal tokens sampled", "at equal FLOPs"], rows)
+        equal = {"reward": "gain at equal steps (95 %)", "tokens": "at equal tokens sampled", "flops": "at equal FLOPs"}
+        if plan.added:
+            equal["passes"] = "at the costs of 7B"
+        found = [gain(plan, runs, task, name, what)[0] for what in equal]
+        rows.append(line + [signed(of) if name != BASELINE and math.isfinite(of.value) else "" for of in found])
+    columns = ["method", "thousand tokens sampled", "GFLOP", "MFLOP a token", *equal.values()]
+    return Table(f"{task}: gain at equal cost", columns, rows)
 
 
 def _paid(task: str, plan: Plan, runs: pd.DataFrame) -> Table:

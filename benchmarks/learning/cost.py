@@ -32,6 +32,13 @@ def flops_of(steps: Steps) -> np.ndarray:
     return found
 
 
+def passes_of(steps: Steps, added: float) -> np.ndarray:
+    """Cost of each step of a large model in forwards of a token: a sampled token is one; log-probs and update of a token that
+    has an advantage are five with checkpointed layers, of which an importance adds a share of `added`.
+    """
+    return tokens_of(steps) + 5 * (1 + added) * np.array([step["used"] * step["length"] for step in steps])
+
+
 def reward_until(rewards: Sequence[float], spent: np.ndarray, budget: float) -> float:
     """Mean reward over what is spent up to `budget`, each step weighted by what it takes of it."""
     taken = np.clip(budget - (spent.cumsum() - spent), 0.0, spent)

@@ -39,6 +39,7 @@ class Plan:
         named: methods that are held against GRPO and corrected for together; the others are controls, or explored.
         rates: the learning rates that every method has to choose from.
         rate_of: by task, a rate that is not chosen.
+        added: by method, what it adds to the FLOPs of log-probs and update of a 7B model (`benchmarks/results/count.md`).
         choose: pairs that a rate is chosen on; none where there is one rate.
         judge: pairs that methods are compared on; they share no model with `choose`.
     """
@@ -51,6 +52,7 @@ class Plan:
     choose: Pairs
     judge: Pairs
     rate_of: Mapping[str, Annotated[float, Field(gt=0)]] = field(default_factory=dict)
+    added: Mapping[str, Annotated[float, Field(ge=0)]] = field(default_factory=dict)
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     named: tuple[str, ...] = ()
     steps: Annotated[int, Field(ge=1)] = 40
@@ -87,8 +89,9 @@ def _plan(name: str, values: Any) -> Plan:
         raise ValueError(f"tasks: {', '.join(sorted(unknown))}; allowed: {', '.join(TASKS)}")
     if BASELINE not in plan.methods:
         raise ValueError(f"methods: no {BASELINE}, which the others are held against")
-    if unknown := set(plan.named) - set(plan.methods):
-        raise ValueError(f"named: {', '.join(sorted(unknown))}; allowed: {', '.join(plan.methods)}")
+    for key in ("named", "added"):
+        if unknown := set(getattr(plan, key)) - set(plan.methods):
+            raise ValueError(f"{key}: {', '.join(sorted(unknown))}; allowed: {', '.join(plan.methods)}")
     if shared := set(plan.choose.warm) & set(plan.judge.warm):
         raise ValueError(f"choose and judge share warm model {min(shared)}: a rate is judged on other models")
     if not plan.judge.all():

@@ -9,55 +9,56 @@ from torch import Tensor
 from oar_plugin.credit.importance import Importance
 from oar_plugin.credit.noise import response_seeds
 from oar_plugin.credit.regression import projected
-from oar_plugin.passes.gradient import Scores
+from oar_plugin.passes.gradient import Packed, Scores
 from oar_plugin.passes.plain import packed_rows
-from oar_plugin.passes.prediction import Features, Predictor
+from oar_plugin.passes.prediction import Features, Predictor, Units
 from oar_plugin.passes.request import Request
 
 CPU = torch.device("cpu")
 
 
-def chosen(predictor: Predictor | None, request: Request, rollout: Any) -> Tensor:
-    """Whether to score each response, bool `[B]`."""
+def labelled(predictor: Predictor | None, request: Request, rollout: Any) -> Tensor:
+    """Which tokens get scores, bool `[B, L]`: all reasoning tokens if nothing is predicted."""
+    reasoning_BL: Tensor = rollout.reasoning_BL
     if predictor is None:
-        return torch.ones(len(rollout.token_BL), dtype=torch.bool)
+        return reasoning_BL
     packed = packed_rows(rollout.token_BL, rollout.segments_BL, rollout.mask_BL)[0]
-    seed_B = response_seeds(packed.token_T, packed.response_T, len(rollout.token_BL), request.seed)
-    return predictor.chosen(seed_B, lambda: torch.tensor([int(packed.reasoning_T.sum()), len(seed_B)]))
+    seed_B = response_seeds(packed.token_T, packed.response_T, len(reasoning_BL), request.seed)
+    threshold = predictor.threshold(packed, seed_B, reasoning_BL.any(-1), lambda tensor: tensor)
+    return torch.zeros_like(reasoning_BL).masked_scatter(reasoning_BL, predictor.labelled(packed, seed_B, threshold))
 
 
 def with_predictions(
     predictor: Predictor,
     rollout: Any,
     passes: Sequence[Any],
-    scored_B: Tensor,
+    labelled_BL: Tensor,
     computed: Callable[[], Tensor],
+    surface: bool,
 ) -> Tensor:
-    """Importance `[B, L]`. `computed` returns that of the rows of `scored_B`, which no pass shares with other rows."""
-    features = [_features(rollout, one) for one in passes]
-    importance_BL = computed()
-    for one, of_pass in zip(passes, features, strict=True):
-        if scored_B[one.rows].all():
-            predictor.learn(of_pass, importance_BL[one.rows, : one.token_bL.shape[1]][_mask(rollout, one)])
+    """Importance `[B, L]`, predicted from the labels of earlier steps. `computed` returns the scores of `labelled_BL`.
+
+    `surface`: a control, from position and doubt alone.
+    """
+    importance_BL, score_BL = torch.zeros(rollout.token_BL.shape), computed()
+    for one in passes:
+        here = one.rows, slice(one.token_bL.shape[1])
+        mask_bL, packed, features = _features(rollout, one, surface)
+        part_bL = torch.zeros(one.token_bL.shape)
+        part_bL[mask_bL] = predictor.predict(features)
+        importance_BL[here] = part_bL
+        units = Units(packed, predictor.span, labelled_BL[here][mask_bL])
+        predictor.learn(features.of_units(units), units.mean(score_BL[here][mask_bL]), units.count_B.tolist())
     predictor.end_step(lambda tensor: tensor, CPU)
-    for one, of_pass in zip(passes, features, strict=True):
-        if not scored_B[one.rows].any():
-            part_bL = torch.zeros(one.token_bL.shape)
-            part_bL[_mask(rollout, one)] = predictor.predict(of_pass)
-            importance_BL[one.rows, : part_bL.shape[1]] = part_bL
     return importance_BL
 
 
-def _mask(rollout: Any, one: Any) -> Tensor:
-    mask_bL: Tensor = rollout.mask_BL[one.rows, : one.token_bL.shape[1]]
-    return mask_bL
-
-
-def _features(rollout: Any, one: Any) -> Features:
-    mask_bL = _mask(rollout, one)
-    segments_bL = rollout.segments_BL[one.rows, : one.token_bL.shape[1]]
-    packed = packed_rows(one.token_bL, segments_bL, mask_bL)[0]
+def _features(rollout: Any, one: Any, surface: bool) -> tuple[Tensor, Packed, Features]:
+    """Which tokens of a micro-batch are no padding, the others packed, and what is known of them."""
+    here = one.rows, slice(one.token_bL.shape[1])
+    mask_bL = rollout.mask_BL[here]
+    packed = packed_rows(one.token_bL, rollout.segments_BL[here], mask_bL)[0]
     scores = Scores(Importance(), 0, CPU, True)
-    scores.hidden_TP = projected(one.hidden_bLH.detach()[mask_bL])
+    scores.hidden_TP = projected(one.hidden_bLH.detach()[mask_bL]) * (not surface)
     chosen_bl = one.log_prob_blV.detach().gather(-1, one.token_bL[:, 1:, None])[..., 0]
-    return Features(packed, scores, torch.nn.functional.pad(chosen_bl, (1, 0))[mask_bL])
+    return mask_bL, packed, Features(packed, scores, torch.nn.functional.pad(chosen_bl, (1, 0))[mask_bL])

@@ -22,7 +22,7 @@ from benchmarks.learning.warm_start import StuckError, warm_model
 from benchmarks.report import Progress, Report
 from oar_plugin.output import write_whole
 
-FORMAT = 7
+FORMAT = 8
 """Raised when training changes, so that runs of an older version are not taken for new ones."""
 _SHIPPED = ", ".join(sorted(file.stem for file in PLANS.glob("*.yaml")))
 

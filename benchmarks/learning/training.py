@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.fidelity.scores import causal_recall
 from benchmarks.learning.copies import masked_importance
-from benchmarks.learning.predicted import chosen, with_predictions
+from benchmarks.learning.predicted import labelled, with_predictions
 from benchmarks.learning.tasks import TASKS, wrong_results
 from benchmarks.tiny.fast import head_of, micro_batches, rows_of
 from benchmarks.tiny.model import sample
@@ -66,13 +67,17 @@ class Credit:
     beta: float = 2.0
     floor: float = 0.1
     probe: Probe = "answer_mean"
-    share: float | None = None  # of the responses whose importance is computed; that of others is predicted
+    share: float | None = None  # of the responses whose importance is computed, to predict that of all
+    units: int | None = None  # of each of these that are scored
+    labels: int | None = None  # of each step at least, in place of the package's number
+    replacement: Literal["pad", "sampled"] = "pad"  # what stands in place of a masked token
+    surface: bool = False  # a control: predicted from position and doubt alone
     inverted: bool = False  # a control: what is important is not, and the other way round
 
     def config(self, seed: int) -> OarConfig:
         """Raises ValueError where it cannot work."""
         settings = {name: getattr(self, name) for name in ("gate", "tau", "beta", "floor", "probe")}
-        importance: dict[str, str | float | None] = {"amortize.share": self.share}
+        importance: dict[str, str | float | None] = {"amortize.share": self.share, "amortize.units": self.units}
         if self.importance not in (None, BLAME):
             importance["importance"] = self.importance
         return OarConfig.parse({**settings, **importance, "seed": seed, "answer_patterns": ("hash",)})
@@ -167,19 +172,19 @@ def train(run: Run, model: PreTrainedModel) -> Record:
         sampled = time.perf_counter()
         entry = {**rollout.graded, "used": len(rollout.token_BL), "sample_seconds": sampled - begun}
         if len(rollout.token_BL):
-            scored_B = chosen(predictor, request_of(run, step), rollout)
-            passes = forward(model, rollout, scored_B)  # the update's own: importance costs what it adds
-            state = share_of(predictor)
+            labelled_BL = labelled(predictor, request_of(run, step), rollout)
+            passes = forward(model, rollout, labelled_BL)  # the update's own: importance costs what it adds
+            state = predictor is None or predictor.ready
             before = None if state == counted_at else copy.deepcopy(predictor)
             begun = time.perf_counter()
-            importance_BL = importance(run, rollout, passes, step, predictor, scored_B)
+            importance_BL = importance(run, rollout, passes, step, predictor, labelled_BL)
             scored = time.perf_counter()
             weight_BL, described = weights(run, rollout, importance_BL)
             entry |= described | update(model, optimizer, rollout, passes, weight_BL)
             entry |= {"importance_seconds": scored - begun}
             entry |= {"update_seconds": begun - sampled + time.perf_counter() - scored}
-            if state != counted_at:  # from here on, another share of the responses is scored
-                entry |= counted(run, model, rollout, step, before, scored_B)
+            if state != counted_at:  # from here on, another number of units is scored
+                entry |= counted(run, model, rollout, step, before, labelled_BL)
                 counted_at = state
         record.steps.append(entry)
     record.held_out = accuracy(model, task, HELD_OUT, greedy=False)
@@ -187,7 +192,7 @@ def train(run: Run, model: PreTrainedModel) -> Record:
 
 
 def counted(
-    run: Run, model: PreTrainedModel, rollout: Rollout, step: int, predictor: Predictor | None, scored_B: Tensor
+    run: Run, model: PreTrainedModel, rollout: Rollout, step: int, predictor: Predictor | None, labelled_BL: Tensor
 ) -> dict[str, float]:
     """FLOPs of a step's forward, importance and update, on a copy of the model. Sampling is not among them.
 
@@ -196,9 +201,9 @@ def counted(
     model = copy.deepcopy(model)
     marks = []
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
-        passes = forward(model, rollout, scored_B)
+        passes = forward(model, rollout, labelled_BL)
         marks.append(counter.get_total_flops())
-        importance(run, rollout, passes, step, predictor, scored_B)
+        importance(run, rollout, passes, step, predictor, labelled_BL)
         marks.append(counter.get_total_flops())
         update(model, torch.optim.Adam(model.parameters()), rollout, passes, torch.ones(rollout.token_BL.shape))
     names = "forward_flops", "importance_flops", "update_flops"
@@ -278,10 +283,10 @@ class Forward:
         return F.linear(self.hidden_bLH[:, :-1], self.head_VH).log_softmax(-1)
 
 
-def forward(model: PreTrainedModel, rollout: Rollout, scored_B: Tensor | None = None) -> list[Forward]:
-    """Micro-batches of rows that are scored, and of others. None: all are."""
-    found, scored_B = [], rollout.advantage_B != 0 if scored_B is None else scored_B
-    head_VH = head_of(model)
+def forward(model: PreTrainedModel, rollout: Rollout, labelled_BL: Tensor | None = None) -> list[Forward]:
+    """Micro-batches of rows of which something is scored, and of others. None: all in the first ones."""
+    found, head_VH = [], head_of(model)
+    scored_B = rollout.advantage_B != 0 if labelled_BL is None else labelled_BL.any(-1)
     for part in (scored_B.nonzero()[:, 0], (~scored_B).nonzero()[:, 0]):
         for index, longest in micro_batches(rollout.length_B[part]) if len(part) else ():
             rows = part[index]
@@ -293,16 +298,15 @@ def forward(model: PreTrainedModel, rollout: Rollout, scored_B: Tensor | None = 
 
 def predictor_for(run: Run) -> Predictor | None:
     """What learns importance during a training, if anything does."""
-    return None if run.credit.share is None else predictor_of(run.credit.config(run.seed))
-
-
-def share_of(predictor: Predictor | None) -> tuple[bool, float]:
-    """What decides how many responses are scored."""
-    return (True, 1.0) if predictor is None else (predictor.ready, predictor.share)
+    predictor = predictor_of(run.credit.config(run.seed))
+    if predictor is not None and run.credit.labels is not None:
+        predictor.fewest = run.credit.labels
+    return predictor
 
 
 def request_of(run: Run, step: int) -> Request:
-    return Request.of_step(run.credit.config(run.seed), step + 1, replacement_token=PAD)
+    masked = PAD if run.credit.replacement == "pad" else None
+    return Request.of_step(run.credit.config(run.seed), step + 1, replacement_token=masked)
 
 
 def importance(
@@ -311,25 +315,26 @@ def importance(
     passes: Sequence[Forward],
     step: int,
     predictor: Predictor | None = None,
-    scored_B: Tensor | None = None,
+    labelled_BL: Tensor | None = None,
 ) -> Tensor:
     """Of the package, `[B, L]`; of the oracle, its weights before mass is restored; zeros for plain GRPO."""
     if run.credit.importance == BLAME:
         return torch.where(rollout.causal_BL, BOOST, 1.0).masked_fill(rollout.right_in_wrong_BL, 0.0)
     if run.credit.importance is None:
         return torch.zeros(rollout.token_BL.shape)
-    scored_B = rollout.advantage_B != 0 if scored_B is None else scored_B
-    computed = partial(_computed, request_of(run, step), rollout, passes, scored_B)
-    found = (rollout, passes, scored_B, computed)
+    labelled_BL = rollout.reasoning_BL if labelled_BL is None else labelled_BL
+    computed = partial(_computed, request_of(run, step), rollout, passes, labelled_BL)
+    found = (rollout, passes, labelled_BL, computed, run.credit.surface)
     importance_BL = computed() if predictor is None else with_predictions(predictor, *found)
     return 1 / importance_BL.clamp_min(1e-30) if run.credit.inverted else importance_BL
 
 
-def _computed(request: Request, rollout: Rollout, passes: Sequence[Forward], scored_B: Tensor) -> Tensor:
-    """Importance of the rows of `scored_B`, `[B, L]`; 0 in others."""
-    importance_BL = torch.zeros(rollout.token_BL.shape)
+def _computed(request: Request, rollout: Rollout, passes: Sequence[Forward], labelled_BL: Tensor) -> Tensor:
+    """Importance of the tokens of `labelled_BL`, `[B, L]`; an importance without copies scores whole rows."""
+    importance_BL, scored_B = torch.zeros(rollout.token_BL.shape), labelled_BL.any(-1)
     if request.importance_object.copies:
-        rows = rollout.token_BL[scored_B], rollout.segments_BL[scored_B]
+        segments_BL = rollout.segments_BL.masked_fill(rollout.reasoning_BL & ~labelled_BL, int(Segment.OUTSIDE))
+        rows = rollout.token_BL[scored_B], segments_BL[scored_B]
         importance_BL[scored_B] = masked_importance(passes[0].model, request, *rows)
         return importance_BL
     for one in (one for one in passes if scored_B[one.rows].all()):

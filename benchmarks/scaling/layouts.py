@@ -6,14 +6,13 @@ import random
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from tyro.conf import arg
 
-from benchmarks.tiny.model import SHAPES, model_of
+from benchmarks.tiny.model import CPU, SHAPES, model_of
 from benchmarks.tiny.words import WORDS
 from benchmarks.workload import DEFAULT, check_at_least_one, check_importance, check_size
 
@@ -31,7 +30,7 @@ class Work:
 
     size: str = "10m"
     """Parameters of the model, about: tiny, 1m, 10m, 50m, 0.1b, 0.5b, 1.5b, 7b; its weights are random."""
-    path: Annotated[str | None, arg(name="model")] = None
+    model: str | None = None
     """Folder of a Hugging Face model with its tokenizer instead, at the same path on every node."""
     responses: int = 16
     """Sequences: of each data-parallel rank when weak, of all ranks together when strong."""
@@ -67,10 +66,10 @@ class Work:
         """How many responses get importance."""
         return max(1, round(self.responses * self.scored_share))
 
-    def model(self) -> PreTrainedModel:
+    def make_model(self, device: torch.device = CPU) -> PreTrainedModel:
         """qwen2 with random weights, for as long sequences as there will be."""
         longest = self.prompt_length + self.response_length
-        return model_of(SHAPES[self.size], longest, getattr(torch, self.dtype))
+        return model_of(SHAPES[self.size], longest, getattr(torch, self.dtype), device)
 
     def token_BL(self, tokenizer: PreTrainedTokenizerFast) -> Tensor:
         """Sequences of one length: prompt, reasoning, `\\boxed{`, answer, `}` and an end-of-sequence token.

@@ -195,13 +195,13 @@ def report_of(settings: Settings, series: Series, measured: Measured, failed: di
     machine, parameters = every[-1]["machine"], every[0]["parameters"]  # of the largest launch
     said = ("layout", "responses", "path", "size", "dtype")
     arguments = ", ".join(f"{name} {value}" for name, value in told.items() if name not in said)
-    model = f"{settings.path}, {parameters / 1e6:.1f}M parameters (tied ones once), {settings.dtype}"
+    model = f"{settings.model}, {parameters / 1e6:.1f}M parameters (tied ones once), {settings.dtype}"
     loads = [found["machine"]["load_average_before"][0] for found in every]
     update = [np.median(np.divide(f["seconds"]["oar"]["update"], f["seconds"]["grpo"]["update"])) for f in every]
     scores = np.array([found["scores"] for found in every])
     rounds = min(len(whole_steps(found)) for found in every)
     notes = [
-        f"{model if settings.path else model_line(settings.size, parameters, settings.dtype)}; every layout with "
+        f"{model if settings.model else model_line(settings.size, parameters, settings.dtype)}; every layout with "
         f"{arguments}. Nodes: {machine['nodes']}; backend {machine['backend']}. What is in a step, and how to read this page: "
         "docs/evidence/scaling.md.",
         f"At least {rounds} rounds after a warm-up. Seconds are medians; OAR / GRPO is the "

@@ -33,7 +33,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from benchmarks.machine import choose_device, describe_machine, load_average, synchronize
 from benchmarks.scaling.layouts import FAILED, Launch, Layout, Work
-from benchmarks.tiny.model import SHAPES
+from benchmarks.tiny.model import CPU, SHAPES
 from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.diagnostics import Status, summarize
@@ -43,8 +43,10 @@ from verl_cpu.megatron import has_megatron_bridge
 T = TypeVar("T")
 
 
-def build_engine(layout: Layout, work: Work, folder: str, device: torch.device) -> Any:
-    """verl's engine with its optimizer, initialized, through the registry as in a run.
+def build_engine(
+    layout: Layout, work: Work, folder: str, device: torch.device, attention: str = "flash_attention_2"
+) -> Any:
+    """verl's engine with its optimizer, initialized, through the registry as in a run. `attention`: of FSDP.
 
     On a CPU it has the stand-ins of `verl_cpu`, and Megatron's optimizer is the ordinary one without clipping.
     """
@@ -54,13 +56,12 @@ def build_engine(layout: Layout, work: Work, folder: str, device: torch.device) 
     model = partial(verl_config.HFModelConfig, path=folder, use_remove_padding=True)
     parts: tuple[Any, ...]
     if layout.engine == "fsdp":
-        attention = {"attn_implementation": "flash_attention_2"}
         dtype = {"float32": "fp32", "bfloat16": "bf16"}[work.dtype]
-        if cpu:
+        if cpu and attention == "flash_attention_2":
             from verl_cpu import ulysses
 
             ulysses.install()
-            attention = {"attn_implementation": ulysses.ATTENTION}
+            attention = ulysses.ATTENTION
         engine = verl_config.FSDPEngineConfig(
             strategy="fsdp2",
             ulysses_sequence_parallel_size=layout.sequence,
@@ -68,7 +69,9 @@ def build_engine(layout: Layout, work: Work, folder: str, device: torch.device) 
             use_torch_compile=not cpu,
             **batches,
         )
-        whole = model(override_config=attention, enable_gradient_checkpointing=work.checkpointing)
+        whole = model(
+            override_config={"attn_implementation": attention}, enable_gradient_checkpointing=work.checkpointing
+        )
         parts = "fsdp2", whole, engine, verl_config.FSDPOptimizerConfig(**schedule)
     else:
         transformer: dict[str, Any] = {"sequence_parallel": layout.tensor > 1}
@@ -256,16 +259,16 @@ def one_round(actor: Actor, clock: Clock, oar_first: bool) -> None:
 
 
 @contextmanager
-def model_folder(work: Work) -> Iterator[str]:
+def model_folder(work: Work, device: torch.device = CPU) -> Iterator[str]:
     """The model on disk: the one that was named, or one with random weights, written once a node and gone afterwards."""
-    if work.path is not None:
-        yield work.path
+    if work.model is not None:
+        yield work.model
         return
     local = int(os.environ["LOCAL_RANK"])
     with tempfile.TemporaryDirectory() as folder:
         if local == 0:
             saved: Any
-            for saved in (work.model(), make_tokenizer(SHAPES["tiny"].vocab, by_bytes=True)):
+            for saved in (work.make_model(device), make_tokenizer(SHAPES["tiny"].vocab, by_bytes=True)):
                 saved.save_pretrained(folder)
         yield gathered(folder)[distributed.get_rank() - local]
         distributed.barrier()  # the others may still be reading

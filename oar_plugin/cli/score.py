@@ -57,7 +57,8 @@ class Text(BaseModel, coerce_numbers_to_str=True, extra="allow"):
 def configs_of(names: Sequence[str] | None, settings: Sequence[str]) -> list[OarConfig]:
     """Returns the settings for each importance; `settings` are `key=value`. Raises ValueError."""
     pairs = (word.removeprefix("algorithm.oar.").split("=", 1) for word in settings)
-    given = {key: yaml.safe_load(value) for key, value in pairs}
+    # All scores are computed: no step before has labels to predict from.
+    given = {key: yaml.safe_load(value) for key, value in pairs if not key.startswith("amortize.")}
     names = names or [given.get("importance", OarConfig().importance)]
     return [OarConfig.parse({**given, "importance": name}) for name in names]
 

@@ -28,13 +28,12 @@ class Status(enum.IntEnum):
     OUT_OF_MEMORY = 13  # in the actor's pass over its micro-batches
     SEARCH_FAILED = 14  # a pattern of the user's own took too long or raised, or the tokenizer raised
     BAD_REWARD = 15  # it has no reward, or its advantage is NaN or infinite, because its reward or a sibling's is
-    LEARNING = 16  # it was to be predicted, and too few tokens have been scored so far
+    LEARNING = 16  # it was to be predicted, and too few labels have been seen so far
 
 
 MEASURE_NAMES = "ess_ratio", "top10_mass", "weight_max", "reasoning_tokens"  # the columns of `measured`
-# Further columns of predicted importance: 1 if it was predicted; how a prediction agreed with computed scores; the share of
-# responses that the next step scores. NaN where there is none.
-PREDICTION_NAMES = "amortize/predicted", "amortize/overlap", "amortize/rank_correlation", "amortize/share"
+# Further columns of predicted importance: 1 if it was predicted; and of the step, `Predictor.explained` and `learning`.
+PREDICTION_NAMES = tuple(f"amortize/{n}" for n in ("predicted", "explained", "explained_by_position", "learning_steps"))
 FALLBACKS: tuple[Status, ...] = tuple(s for s in Status if s not in (Status.SCORED, Status.NOT_NEEDED))
 
 
@@ -70,7 +69,7 @@ def summarize(measure_BM: Tensor, status_B: Tensor) -> dict[str, float]:
     * `scored`: share of the batch. `answer_found`: share of the responses that needed credit; absent if none did.
     * `fallback/any`, `fallback/<reason>`: shares of the responses that needed credit; 0 if none did.
     * `ess_ratio`, `top10_mass`, `reasoning_tokens`: means over scored responses. `weight_max`. Absent if none was scored.
-    * `PREDICTION_NAMES`: means over the scored responses that have them. Absent if none has.
+    * `PREDICTION_NAMES`: means over the responses that have them. Absent if none has.
     """
     scored_B = status_B == Status.SCORED
     needed = int((status_B != Status.NOT_NEEDED).sum())
@@ -82,7 +81,7 @@ def summarize(measure_BM: Tensor, status_B: Tensor) -> dict[str, float]:
         metrics[f"fallback/{reason.name.lower()}"] = int((status_B == reason).sum()) / max(1, needed)
     metrics["fallback/any"] = sum(metrics[f"fallback/{r.name.lower()}"] for r in FALLBACKS)
     if scored_B.any():
-        columns = dict(zip(MEASURE_NAMES + PREDICTION_NAMES, measure_BM[scored_B].unbind(-1), strict=False))
-        means = {name: (c.max() if name == "weight_max" else c.nanmean()).item() for name, c in columns.items()}
-        metrics |= {name: mean for name, mean in means.items() if name not in PREDICTION_NAMES or mean == mean}
-    return metrics
+        columns = dict(zip(MEASURE_NAMES, measure_BM[scored_B].unbind(-1), strict=False))
+        metrics |= {name: (c.max() if name == "weight_max" else c.mean()).item() for name, c in columns.items()}
+    predictions = zip(PREDICTION_NAMES, measure_BM[:, len(MEASURE_NAMES) :].unbind(-1), strict=False)
+    return metrics | {name: mean for name, c in predictions if (mean := c.nanmean().item()) == mean}

@@ -1,12 +1,13 @@
 """Numbers per token that are predicted from hidden states, by a ridge regression that is fitted anew in each step.
 
-A regression keeps the sums `X^T X` and `X^T y` of the tokens that it has seen. Those of earlier steps count less and less, so
-that it follows a policy that changes. Sums over ranks are the sums of one process, up to rounding.
+A regression keeps the sums `X^T X` and `X^T y` of the labels that it has seen. Earlier ones count less and less, so that it
+follows a policy that changes. Sums over ranks are the sums of one process, up to rounding.
 
-Shape suffixes: N tokens, H hidden size, P columns of a projected hidden state, F features.
+Shape suffixes: N tokens, U labels, H hidden size, P columns of a projected hidden state, F features.
 """
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from torch import Tensor
 from oar_plugin.credit.noise import signs
 
 COLUMNS = 256  # of a projected hidden state
-DECAY = 0.95  # the sums of earlier steps count this much in each step
-FEATURES = 2 * COLUMNS + 4  # columns of `token_features`
+SURFACE = 4  # the last columns of `token_features`, without hidden states
+FEATURES = 2 * COLUMNS + SURFACE  # columns of `token_features`
+REMEMBERED = 2560, 128  # newer labels or newer responses, whichever takes longer, after which a label counts 1/e
 
 
 def projected(hidden_NH: Tensor) -> Tensor:
@@ -40,46 +42,41 @@ def token_features(own_NP: Tensor, before_NP: Tensor, doubt_N: Tensor, position_
     return torch.cat([own_NP, before_NP, torch.stack([doubt_N, position_N, position_N.square(), one_N], -1)], -1)
 
 
-def _wide(device: torch.device) -> torch.dtype:
+def sum_dtype(device: torch.device) -> torch.dtype:
     """The type that sums are made in: float64 where a device has it."""
     return torch.float32 if device.type in ("mps", "npu") else torch.float64
 
 
 class Regression:
-    """Ridge regression on F features. `tokens`: the number of tokens in its sums, where earlier ones count less.
+    """Ridge regression on F features, and to compare one on the last `SURFACE` of them, which need hardly any ridge.
 
-    `add` collects the sums of this rank and step. `end_step` ends the step: it takes the sums over all ranks, and fits.
+    `labels` and `responses` are the numbers of those in its sums, where earlier ones count less.
     """
 
     def __init__(self, features: int, ridge: float) -> None:
-        self.ridge, self.tokens = ridge, 0.0
-        # X^T X beside X^T y
-        self._sums, self._step = torch.zeros(features, features + 1, dtype=torch.float64), torch.zeros(())
-        self._coefficient_F = torch.zeros(features)
+        self.ridge, self.labels, self.responses = ridge, 0.0, 0.0
+        self._sums = torch.zeros(features, features + 1, dtype=torch.float64)  # X^T X beside X^T y
+        self._coefficient_F2 = torch.zeros(features, 2)
 
     def predict(self, feature_NF: Tensor) -> Tensor:
-        """float32 `[N]`, as the last `end_step` left it; 0 before the first."""
+        """float32 `[N, 2]`, of both regressions, as the last `end_step` left them; 0 before the first."""
         with torch.autocast(feature_NF.device.type, enabled=False):
-            return feature_NF @ self._coefficient_F.to(feature_NF)
+            return feature_NF @ self._coefficient_F2.to(feature_NF)
 
-    def add(self, feature_NF: Tensor, target_N: Tensor) -> None:
-        """Tokens of this step. Those with a number that is not finite are left out."""
-        wide = torch.cat([feature_NF, target_N[:, None].to(feature_NF)], -1).to(_wide(feature_NF.device))
-        wide = wide.where(wide.isfinite().all(-1, keepdim=True), 0.0)
-        sums = wide[:, :-1].T @ wide
-        self._step = self._step.to(sums) + sums
+    @staticmethod
+    def sums(feature_UF: Tensor, target_U: Tensor) -> Tensor:
+        """The sums of some labels, `[F, F + 1]`."""
+        wide_UF = feature_UF.to(sum_dtype(feature_UF.device))
+        with torch.autocast(wide_UF.device.type, enabled=False):
+            return wide_UF.T @ torch.cat([wide_UF, target_U[:, None].to(wide_UF)], -1)
 
-    def step_sums(self, device: torch.device) -> Tensor:
-        """The sums of this rank and step, to be summed over ranks."""
-        return self._step.to(device, _wide(device)).expand(self._sums.shape).contiguous()
-
-    def end_step(self, sums: Tensor) -> None:
-        """Ends a step with `step_sums`, summed over all ranks that share no rows. Without tokens nothing changes."""
-        self._step, sums = torch.zeros(()), sums.cpu().double()
-        count = sums[-1, -2].item()  # the last feature is 1
-        if not count:
-            return
-        self._sums, self.tokens = DECAY * self._sums + sums, DECAY * self.tokens + count
-        gram_FF, moment_F = self._sums[:, :-1], self._sums[:, -1]
-        eye_FF = torch.eye(len(gram_FF), dtype=torch.float64)
-        self._coefficient_F = torch.linalg.solve(gram_FF + self.ridge * eye_FF, moment_F).float()
+    def end_step(self, sums: Tensor, labels: float, responses: float) -> float:
+        """Ends a step with the `sums` of its labels on all ranks, and fits. Returns how much earlier labels still count."""
+        kept = math.exp(-min(labels / REMEMBERED[0], responses / REMEMBERED[1]))
+        self._sums = kept * self._sums + sums.cpu().double()
+        self.labels, self.responses = kept * self.labels + labels, kept * self.responses + responses
+        for column, (used, ridge) in enumerate(((slice(None), self.ridge), (slice(-SURFACE, None), 1.0))):
+            gram_ff, moment_f = self._sums[used, :-1][:, used], self._sums[used, -1]
+            ridge_ff = ridge * torch.eye(len(gram_ff), dtype=torch.float64)
+            self._coefficient_F2[used, column] = torch.linalg.solve(gram_ff + ridge_ff, moment_f).float()
+        return kept

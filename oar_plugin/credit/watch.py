@@ -5,15 +5,13 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping
 
-from oar_plugin.credit.diagnostics import FALLBACKS, Status
+from oar_plugin.credit.diagnostics import Status
 
 STEPS = 20  # warnings are about means over so many. The first one alone is judged only if every response fell back
 LOW_ANSWER_FOUND, SOME_REWARD = 0.1, 0.1
 ROUNDING = 1e-6
 
-_ENGINES = (
-    "raise perturbation.timeout_s or rollout.max_model_len, read the engines' log, or set perturbation.backend=actor"
-)
+_ENGINES = "read the engines' log, raise perturbation.timeout_s or rollout.max_model_len, or set backend=actor"
 ADVICE = {
     Status.NO_ANSWER: "set answer_patterns to what your reward reads as the answer",
     Status.TRUNCATED: "responses end at the length limit; raise it",
@@ -25,7 +23,7 @@ ADVICE = {
     Status.ANSWER_TOO_LONG: "do answer_patterns match too much? else raise max_answer_tokens",
     Status.OUT_OF_MEMORY: "lower the tokens or responses per micro-batch of the actor's update",
     Status.SEARCH_FAILED: "the log names what failed in the search for the answer",
-    Status.LEARNING: "too few responses have finite scores to predict others from; look at the other fallbacks",
+    Status.LEARNING: "too few labels; give a call of `oar_plugin.importance` the `predictor` of the one before",
     Status.BAD_REWARD: "what does the reward function return? A dump (dump.dir) shows these responses without a reward",
 }
 """What to do about each reason for a fallback."""
@@ -51,13 +49,13 @@ class Watch:
         self._steps += 1
         mean = reward if reward is not None and math.isfinite(reward) else 0.0
         self._seen.append((step, {**metrics, "reward": mean}))
-        fallback = self._mean("oar/fallback/any")
+        fallback, learning = self._mean("oar/fallback/any"), self._mean("oar/fallback/learning")
         found, rewarded = self._mean("oar/answer_found"), self._mean("reward")
         whole = len(self._seen) == self._seen.maxlen
         # Metrics are sums of shares, which rounding may move past a limit.
-        if (fallback > self._share + ROUNDING) if whole else (self._steps == 1 and fallback > 1 - ROUNDING):
-            shares = {reason: self._mean(f"oar/fallback/{reason.name.lower()}") for reason in FALLBACKS}
-            reasons = sorted((reason for reason in FALLBACKS if shares[reason]), key=shares.__getitem__, reverse=True)
+        if (fallback > self._share + ROUNDING) if whole else (self._steps == 1 and fallback - learning > 1 - ROUNDING):
+            shares = {reason: self._mean(f"oar/fallback/{reason.name.lower()}") for reason in ADVICE}
+            reasons = sorted((reason for reason in ADVICE if shares[reason]), key=shares.__getitem__, reverse=True)
             told = ", ".join(f"{reason.name.lower()} {shares[reason]:.0%}" for reason in reasons)
             text = f"{fallback:.0%} of the responses that need credit fall back to plain GRPO: {told}"
             self._warn("fallback", f"{text}. {reasons[0].name.lower()}: {ADVICE[reasons[0]]}")

@@ -89,7 +89,7 @@ def batch_importance(
     """Importance of a batch, float32 `[B, L]` on the device of the tokens; 0 at tokens that are not scored.
 
     `max_tokens` and `max_over_ranks` are those of `TokenCredit.importance`, the other arguments those of `gradient_importance`.
-    With `predicted`, made from these rows, it learns from some rows, and predicts the others.
+    With `predicted`, made from these rows, it learns from some units, and predicts all tokens.
     """
     # On the CPU from here on: what to do with a micro-batch is then known without waiting for the one before it.
     token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
@@ -117,10 +117,14 @@ def batch_importance(
     scored_B = usable_B if predicted is None else predicted.scored_B
     run(request if predicted is None else predicted.scoring, scored_B)
     if request.importance_object.copies:
-        scored = segments.masked_fill(~scored_B[:, None], int(Segment.OUTSIDE))
+        scored = segments
+        if predicted is not None:
+            other_BL = ~torch.zeros_like(mask).masked_scatter(mask, predicted.labelled_T)
+            scored = segments.masked_fill((segments == Segment.REASONING) & other_BL, int(Segment.OUTSIDE))
         importance_BL = copies_importance(model, request, token, scored, mask, max_tokens, max_over_ranks)
     if predicted is not None:
-        predicted.learn(torch.arange(len(token)), [row[keep] for row, keep in zip(importance_BL, mask, strict=True)])
+        own = [row[keep] for row, keep in zip(importance_BL, mask, strict=True)]
+        importance_BL[mask] = torch.cat([torch.zeros(0), *predicted.learn(torch.arange(len(token)), own)])
         run(predicted.predicting, usable_B & ~scored_B)
     # Some FSDP2 modules keep frozen weights gathered until a backward.
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""One batch whose importance is computed for some responses and predicted for the others."""
+"""One batch whose importance is predicted, from that of some units, which is computed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,10 +9,8 @@ from torch.nn.functional import pad
 
 from oar_plugin.credit.noise import response_seeds
 from oar_plugin.passes.gradient import Packed, Scores, importance_of_scores
-from oar_plugin.passes.prediction import Features, Predictor
+from oar_plugin.passes.prediction import Features, Predictor, Units
 from oar_plugin.passes.request import Request
-
-NOT_PREDICTED_4 = torch.tensor([0.0, torch.nan, torch.nan, torch.nan])  # `PREDICTION_NAMES`
 
 
 class PredictedBatch:
@@ -20,8 +18,6 @@ class PredictedBatch:
     `learn`, runs the other rows with the request `predicting`, calls `field` for them too, and then `end_step`.
 
     Args:
-        predictor: of the run. It learns from the batch.
-        request: of the step.
         packed: all rows of the batch.
         usable_B: bool, rows that have reasoning and an answer.
         total: takes a tensor on `device`, returns its sum over the ranks that hold different rows.
@@ -38,29 +34,38 @@ class PredictedBatch:
         device: torch.device,
         given: tuple[list[Tensor], Tensor] | None = None,
     ) -> None:
-        self.predictor, self._given, self._scoring = predictor, given, True
-        self._total, self._device = total, device
-        size_2 = torch.stack([packed.reasoning_T.sum(), usable_B.sum()])
-        self._size = lambda: total(size_2.to(device, copy=True))
-        self._kept = list[tuple[Sequence[int], Features]]()  # of the scoring pass, until importance is known
+        self.predictor, self._given, self._request, self._scoring = predictor, given, request, True
+        self._total, self._device = lambda tensor: total(tensor.to(device)), device
+        # Of each micro-batch of the scoring pass, until scores are known: rows, their sizes, labels, features, predictions.
+        self._kept = list[tuple[Sequence[int], list[int], Units, Tensor, Tensor]]()
         self.scoring = request if given is None else replace(request, predicts=True)
         self.predicting = replace(request, predicts=True)
-        self.prediction_B4 = NOT_PREDICTED_4.repeat(len(usable_B), 1)
-        if given is not None:
-            self.scored_B = usable_B & given[1]
+        if given is None:
+            self._threshold = predictor.threshold(packed, self._seeds(packed), usable_B, self._total)
+            self.labelled_T = self._labelled(packed)  # bool, tokens of the units that are scored
+            self.scored_B = usable_B & (packed.response_T[self.labelled_T].bincount(minlength=len(usable_B)) > 0)
         else:
-            seed_B = response_seeds(packed.token_T, packed.response_T, len(usable_B), request.seed)
-            self.scored_B = usable_B & predictor.chosen(seed_B, self._size)
+            self._threshold, self.scored_B = torch.inf, usable_B & given[1]  # `learn` leaves out rows without scores
+
+    def _seeds(self, packed: Packed) -> Tensor:
+        return response_seeds(packed.token_T, packed.response_T, len(packed.offsets) - 1, self._request.seed)
+
+    def _labelled(self, packed: Packed) -> Tensor:
+        """Tokens of the units that are scored, bool `[T]`."""
+        labelled_N = self.predictor.labelled(packed, self._seeds(packed), self._threshold)
+        return packed.reasoning_T.masked_scatter(packed.reasoning_T, labelled_N)
 
     def field(self, packed: Packed, scores: Scores, log_prob_T: Tensor, rows: Sequence[int]) -> Tensor:
-        """Importance per token of a micro-batch, float32 `[T]`, on the CPU, as far as it is known yet.
+        """Importance per token of a micro-batch, float32 `[T]`, on the CPU: computed in the scoring pass, else predicted.
 
         `log_prob_T` has the log-prob of each packed token. `rows` are numbers that the host gives its rows, for `learn`.
         """
         features = Features(packed, scores, log_prob_T)
+        predicted_T = self.predictor.predict(features)
         if not self._scoring:
-            return self.predictor.predict(features)
-        self._kept.append((rows, features))
+            return predicted_T
+        units, sizes = Units(packed, self.predictor.span, self._labelled(packed)), packed.offsets.diff().tolist()
+        self._kept.append((rows, sizes, units, features.of_units(units), predicted_T))
         if self._given is not None:
             return torch.zeros(len(packed.token_T))
         return importance_of_scores(self.scoring, packed, scores)
@@ -70,30 +75,24 @@ class PredictedBatch:
         self._kept = []
 
     def learn(self, row_of: Tensor, importance: list[Tensor]) -> list[Tensor]:
-        """Ends the scoring pass: learns, and returns importance, with predictions where rows of that pass have no scores.
+        """Ends the scoring pass: keeps its scores as labels, and returns importance with predictions in their place.
 
         Args:
             row_of: int64, the row of the batch of each number that `field` got.
             importance: a row's last tokens, all of its response at least.
         """
-        importance, self._scoring = importance if self._given is None else self._given[0], False
-        for numbers, features in self._kept:
-            rows, parts = row_of[numbers], list[Tensor]()
-            for row, size in zip(rows.tolist(), features.packed.offsets.diff().tolist(), strict=True):
-                own_L = importance[row] if self.scored_B[row] else torch.full_like(importance[row], torch.nan)
+        computed, self._scoring, found = importance if self._given is None else self._given[0], False, list(importance)
+        for numbers, sizes, units, feature_UF, predicted_T in self._kept:
+            parts = list[Tensor]()
+            for row, size, part in zip(row_of[numbers].tolist(), sizes, predicted_T.split(sizes), strict=True):
+                own_L = computed[row] if self.scored_B[row] else torch.full_like(computed[row], torch.nan)
                 parts.append(pad(own_L, (size - len(own_L), 0)))
-            self.prediction_B4[rows, 1:3] = self.predictor.learn(features, torch.cat(parts))
-        self.predictor.end_step(self._total, self._device)
-        self.prediction_B4[:, 3] = self.predictor.wanted(self._size)
-        for numbers, features in self._kept:
-            predicted = self.predictor.predict(features).split(features.packed.offsets.diff().tolist())
-            for row, predicted_T in zip(row_of[numbers].tolist(), predicted, strict=True):
-                if not self.scored_B[row]:
-                    importance[row] = predicted_T[len(predicted_T) - len(importance[row]) :]
+                found[row] = part[size - len(found[row]) :]
+            self.predictor.learn(feature_UF, units.mean(torch.cat(parts)), units.count_B.tolist())
         self._kept = []
-        return importance
+        return found
 
-    def end_step(self, usable_B: Tensor) -> Tensor:
-        """Ends the batch. Returns `PREDICTION_NAMES` of each row, float32 `[B, 4]`; `usable_B` are rows with an importance."""
-        self.prediction_B4[:, 0] = (usable_B & ~self.scored_B).float()
-        return self.prediction_B4
+    def end_step(self) -> Tensor:
+        """Ends the batch. Returns the last three of `PREDICTION_NAMES`, float32 `[3]`."""
+        self.predictor.end_step(self._total, self._device)
+        return torch.tensor([*self.predictor.explained, self.predictor.learning])

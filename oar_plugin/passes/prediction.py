@@ -1,10 +1,13 @@
 """Importance that is predicted from hidden states: `algorithm.oar.amortize`.
 
-A `Predictor` belongs to a run. In each step it says which responses are scored (`chosen`). It learns their scores (`learn`,
-then `end_step`), and predicts those of the others (`predict`), which run through the model without a graph. It holds no token,
-and every rank has the same one. A resumed run begins with a new one: its first step scores more responses, as that of a run.
+A `Predictor` belongs to a run. In each step it says which units of which responses are scored, its labels (`threshold`,
+`labelled`). It learns them (`learn`, then `end_step`), and predicts all tokens from the labels of earlier steps (`predict`).
+It holds no token, and every rank has the same one. A resumed run begins with a new one: its first steps are plain GRPO.
+
+Shape suffix U: labels, of one unit each. A *unit* is the tokens that one masked copy replaces.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,19 +15,45 @@ from torch import Tensor
 
 from oar_plugin.config import PREFIX, OarConfig
 from oar_plugin.credit.noise import uniform
-from oar_plugin.credit.regression import DECAY, FEATURES, Regression, token_features
+from oar_plugin.credit.regression import FEATURES, REMEMBERED, Regression, sum_dtype, token_features
 from oar_plugin.output import logger
 from oar_plugin.passes.gradient import Packed, Scores
 from oar_plugin.passes.taps import to_device
 
-ENOUGH = 4 * FEATURES  # scores are predicted from this many tokens on; until then, more responses are scored
-MARGIN = 2.0  # a first step chooses responses with about this many times `ENOUGH` tokens
-FEWEST = 16  # and about this many responses at least. As many are measured before the share is doubled
-TOP = 0.2  # overlap is watched for this share of a response's tokens
-LEAST = 1e-6  # scores below this share of a response's mean count as this one, or their logarithms would decide
-RIDGE = 100.0  # added to the sums, which have about 1 per token and feature on their diagonal
+ENOUGH = 480, 16  # scores are predicted from this many labels and responses on
+MARGIN = 2.0  # until then, a step has about this many times the labels that are missing
+FEWEST = 64  # labels of every step, if the batch has so many
+BINS = 4096  # of the hashes that choose responses
+STEPS = 20  # in a row without predictions, after which the log says so
+LEAST = 1e-6  # scores below this share of the mean label count as this one, or their logarithms would decide
+RIDGE = 100.0  # added to the sums, which have about 1 per label and feature on their diagonal
 LARGEST = 60.0  # predicted logarithms are cut to this size: the exponential is finite in float32
 CHUNK = 2**15  # tokens whose features are held at once: those of all would take twice the memory of the hidden states
+
+
+class Units:
+    """Units of a micro-batch, in order, of at most `span` tokens (`oar_plugin.credit.perturbation.units`).
+
+    `labelled_T`: bool, tokens of the units that are held. None: of all. `count_B`: units held of each response. `at_Us`: packed
+    positions of each one's tokens, then -1. `number_N`: of the unit of each reasoning token, among all units.
+    """
+
+    def __init__(self, packed: Packed, span: int, labelled_T: Tensor | None = None) -> None:
+        reasoning_T, response_T = packed.reasoning_T, packed.response_T
+        at_N, index_N = reasoning_T.nonzero()[:, 0], torch.arange(int(reasoning_T.sum()))
+        response_N = response_T[at_N]
+        begins_N = at_N.diff(prepend=at_N[:1] - 2) > 1  # between two responses is a prompt
+        place_N = (index_N - index_N.where(begins_N, 0).cummax(0)[0]) % span
+        kept_N = torch.ones_like(begins_N) if labelled_T is None else labelled_T[at_N]
+        self.number_N = (place_N == 0).cumsum(0) - 1
+        self.count_B = response_N[kept_N & (place_N == 0)].bincount(minlength=len(packed.offsets) - 1)
+        unit_n = (kept_N & (place_N == 0))[kept_N].cumsum(0) - 1
+        self.at_Us = torch.full((int(self.count_B.sum()), span), -1)
+        self.at_Us[unit_n, place_N[kept_N]] = at_N[kept_N]
+
+    def mean(self, value_T: Tensor) -> Tensor:
+        """The mean of each unit's tokens, `[U]`, on the CPU."""
+        return value_T[self.at_Us].where(self.at_Us >= 0, 0.0).sum(-1) / (self.at_Us >= 0).sum(-1)
 
 
 class Features:
@@ -34,115 +63,144 @@ class Features:
     """
 
     def __init__(self, packed: Packed, scores: Scores, log_prob_T: Tensor) -> None:
-        self.packed, self._hidden_TP = packed, scores.hidden_TP
-        reasoning_T, device = packed.reasoning_T, scores.hidden_TP.device
-        at_N = reasoning_T.nonzero()[:, 0]
-        self.response_N = packed.response_T[at_N]
-        self._own_N, self._before_N = to_device(device, at_N, at_N - 1)
-        self._doubt_T, log_prob_T = self._hidden_TP.new_zeros(len(reasoning_T)), log_prob_T.to(device, torch.float32)
-        self._doubt_T[self._own_N] = -torch.expm1(log_prob_T[self._own_N])
+        self.packed, self._hidden_TP, device = packed, scores.hidden_TP, scores.hidden_TP.device
+        reasoning_T, response_T = packed.reasoning_T, packed.response_T
+        self.size_B = response_T[reasoning_T].bincount(minlength=len(packed.offsets) - 1)
         # Position of each reasoning token among those of its response, from -1 to 1; 0 for a single one.
-        size_B = self.response_N.bincount(minlength=len(packed.offsets) - 1)
-        index_N = torch.arange(len(at_N)) - (size_B.cumsum(0) - size_B)[self.response_N]
-        last_N = size_B[self.response_N] - 1
-        self._position_N = torch.where(last_N > 0, 2 * index_N / last_N.clamp_min(1) - 1, 0.0).float().to(device)
+        index_T = reasoning_T.cumsum(0) - 1 - (self.size_B.cumsum(0) - self.size_B)[response_T]
+        last_T = self.size_B[response_T] - 1
+        position_T = torch.where(last_T > 0, 2 * index_T / last_T.clamp_min(1) - 1, 0.0).float()
+        (self.at_N,) = to_device(device, reasoning_T.nonzero()[:, 0])
+        self._position_T, self._log_prob_T = position_T.to(device), log_prob_T.to(device, torch.float32)
 
-    def chunks(self) -> list[slice]:
-        """Parts of the N tokens, whose features are made one after the other."""
-        return [slice(start, start + CHUNK) for start in range(0, len(self.response_N), CHUNK)]
+    def of(self, at_n: Tensor) -> Tensor:
+        """`token_features` of the reasoning tokens at some packed positions, float32 `[n, F]`."""
+        doubt_n = -torch.expm1(self._log_prob_T[at_n])
+        return token_features(self._hidden_TP[at_n], self._hidden_TP[at_n - 1], doubt_n, self._position_T[at_n])
 
-    def of(self, chosen: slice) -> Tensor:
-        """`token_features` of some tokens, float32 `[n, F]`."""
-        own_N, before_N = self._own_N[chosen], self._before_N[chosen]
-        hidden = self._hidden_TP[own_N], self._hidden_TP[before_N]
-        return token_features(*hidden, self._doubt_T[own_N], self._position_N[chosen])
+    def of_units(self, units: Units) -> Tensor:
+        """The means of each unit's tokens, float32 `[U, F]`."""
+        parts = []
+        for at_us in to_device(self.at_N.device, units.at_Us)[0].split(max(1, CHUNK // units.at_Us.shape[1])):
+            feature_usF, there_us1 = self.of(at_us.flatten()).unflatten(0, at_us.shape), (at_us >= 0)[..., None]
+            parts.append(feature_usF.where(there_us1, 0.0).sum(1) / there_us1.sum(1))
+        return torch.cat(parts)
 
 
 class Predictor:
-    """Scores of a share of the responses, predicted for the others.
+    """Predicts the scores of all responses from those of some units. See `AmortizeConfig` for `share` and `units`.
 
-    `share` is doubled if predictions agree with scores too little. `mean_log`: mean logarithm of a response's scores.
+    `learning` counts steps in a row without predictions. `explained`: the shares of the variance of labels that predictions
+    made before explain, and that position and probability alone explain; NaN until there are any.
     """
 
-    def __init__(self, share: float, least_overlap: float) -> None:
+    def __init__(self, share: float, units: int | None, span: int) -> None:
         self.regression = Regression(FEATURES, RIDGE)
-        self.share, self._least, self.mean_log = share, least_overlap, 0.0
-        self._measured = torch.zeros(4, dtype=torch.float64)  # sums over responses, of this rank and step
-        self._agreed = 0.0, 0.0  # sums of overlaps and of responses, where earlier ones count less
+        self.learning, self.explained = 0, (math.nan, math.nan)
+        self._share, self._units, self.span, self.fewest = share, units, span, FEWEST
+        self._labels = list[tuple[Tensor, Tensor]]()  # of each response of rank and step: centred features, scores
+        # Sums, where earlier ones count less: mean logarithm of each response's scores; number of the labels that were
+        # predicted, their squares, and those of the errors of both kinds of predictions.
+        self._log_sum, self._judged_4 = 0.0, torch.zeros(4, dtype=torch.float64)
         self._warned = False
 
     @property
     def ready(self) -> bool:
-        """The gate would amplify what few tokens say as much as what many do."""
-        return self.regression.tokens >= ENOUGH
+        """The gate would amplify what few labels say as much as what many do."""
+        return self.regression.labels >= ENOUGH[0] and self.regression.responses >= ENOUGH[1]
+
+    def threshold(self, packed: Packed, seed_B: Tensor, usable_B: Tensor, total: Callable[[Tensor], Tensor]) -> float:
+        """The hash below which a response is labelled (`labelled`), the same for all ranks and numbers of ranks.
+
+        `total` sums a tensor over the ranks that hold different rows. `seed_B`: `response_seeds`, of this step.
+        """
+        labels_B = Units(packed, self.span).count_B.clamp_max(self._units or len(packed.token_T))
+        bin_B = (hashed(seed_B)[usable_B] * BINS).long().clamp_max(BINS - 1)
+        # `learn` leaves single labels out.
+        found_2B = torch.stack([labels_B * (labels_B > 1), torch.ones_like(labels_B)])[:, usable_B]
+        sum_2K = total(torch.zeros(2, BINS).index_add_(1, bin_B, found_2B.float())).cpu().cumsum(-1)
+        labels, responses = float(self.fewest), self._share * sum_2K[1, -1].item()
+        if not self.ready:
+            labels = max(labels, MARGIN * (ENOUGH[0] - self.regression.labels))
+            responses = max(responses, ENOUGH[1] - self.regression.responses)
+        few_K = (sum_2K[0] < labels) | (sum_2K[1] < responses)
+        return (int(few_K.sum()) + 1) / BINS  # the end of the first bin with enough
+
+    def labelled(self, packed: Packed, seed_B: Tensor, threshold: float) -> Tensor:
+        """Which of the N reasoning tokens belong to units that are scored, bool `[N]`."""
+        units = Units(packed, self.span)
+        chosen_B1 = hashed(seed_B)[:, None] < threshold
+        if self._units is None:
+            return chosen_B1[packed.response_T[packed.reasoning_T], 0]
+        # One unit of each of as many parts of a response, which are about equally long.
+        count_B1, part_K = units.count_B[:, None], torch.arange(self._units)
+        parts_B1 = count_B1.clamp(1, self._units)
+        low_BK, high_BK = (edge_K * count_B1 // parts_B1 for edge_K in (part_K, part_K + 1))
+        drawn_BK = (uniform(~seed_B, 1 + self._units)[:, 1:] * (high_BK - low_BK)).long()
+        picked_BK = (count_B1.cumsum(0) - count_B1) + torch.minimum(low_BK + drawn_BK, high_BK - 1)
+        return torch.isin(units.number_N, picked_BK[chosen_B1 & (part_K < count_B1.clamp_max(self._units))])
 
     def predict(self, features: Features) -> Tensor:
-        """Importance per packed token, float32 `[T]`, on the CPU; 0 outside the reasoning, and until `ENOUGH` were seen."""
-        importance_T, parts = torch.zeros(len(features.packed.token_T)), [torch.zeros(0)]
+        """Importance per packed token, float32 `[T]`, on the CPU; 0 outside the reasoning, and until `ready`."""
+        importance_T = torch.zeros(len(features.packed.token_T))
         if not self.ready:
             return importance_T
-        for chosen in features.chunks():
-            log_n = self.regression.predict(features.of(chosen)) + self.mean_log
-            parts.append(log_n.clamp(-LARGEST, LARGEST).exp().cpu())
-        return importance_T.masked_scatter_(features.packed.reasoning_T, torch.cat(parts))
+        chunks = [self.regression.predict(features.of(at_n))[:, 0].cpu() for at_n in features.at_N.split(CHUNK)]
+        # No label says how large the scores of this response are: their logarithms get the mean of all responses.
+        rows, level = torch.cat(chunks).split(features.size_B.tolist()), self._log_sum / self.regression.responses
+        log_N = torch.cat([log_R - log_R.mean() + level for log_R in rows]).clamp(-LARGEST, LARGEST)
+        return importance_T.masked_scatter_(features.packed.reasoning_T, log_N.exp())
+
+    def learn(self, feature_UF: Tensor, score_U: Tensor, sizes: list[int]) -> None:
+        """Keeps labels, of responses with `sizes` labels each, until `end_step`, and overwrites `feature_UF`. Those with one
+        label, with zeros only, or with a number that is not finite are left out. `score_U` is on the CPU.
+        """
+        finite_U = score_U.isfinite() & feature_UF.isfinite().all(-1).cpu()
+        scores = score_U.double().clamp_min(0.0).split(sizes)  # an importance of the user's own may be negative
+        for x_uF, y_u, finite_u in zip(feature_UF.split(sizes), scores, finite_U.split(sizes), strict=True):
+            if len(y_u) > 1 and y_u.any() and finite_u.all():
+                self._labels.append((x_uF.sub_(x_uF.mean(0)), y_u))
 
     def end_step(self, total: Callable[[Tensor], Tensor], device: torch.device) -> None:
         """Ends a step. `total` returns the sum of a tensor on `device` over the ranks that hold different rows."""
-        sums = self.regression.step_sums(device)
-        summed = total(torch.cat([sums.flatten(), self._measured.to(sums)])).cpu().double()
-        self.regression.end_step(summed[: sums.numel()].view_as(sums))
-        self._measured.zero_()
-        mean_log, rows, overlap, measured = summed[sums.numel() :].tolist()
-        self.mean_log = mean_log / rows if rows else self.mean_log
-        self._agreed = DECAY * self._agreed[0] + overlap, DECAY * self._agreed[1] + measured
-        too_little = self._agreed[0] < self._least * self._agreed[1]
-        if too_little and self._agreed[1] >= FEWEST and self.share < 1:
-            if not self._warned:
-                mean = self._agreed[0] / self._agreed[1]
-                logger.warning(
-                    "OAR: predictions share %.0f %% of the top tokens of computed scores, less than %s=%g: the share of scored "
-                    "responses is doubled until they agree more; see the metrics oar/amortize/overlap and oar/amortize/share",
-                    100 * mean, f"{PREFIX}.amortize.least_overlap", self._least,
-                )  # fmt: skip
-            self.share, self._agreed, self._warned = min(1.0, 2 * self.share), (0.0, 0.0), True
+        labels, self._labels, dtype = self._labels, [], sum_dtype(device)
+        size_2 = torch.tensor([sum(y_u.sum() for _, y_u in labels), sum(len(y_u) for _, y_u in labels)], dtype=dtype)
+        scores, count = total(size_2).tolist()
+        sums, of_step_6 = torch.zeros(FEATURES, FEATURES + 1, device=device, dtype=dtype), torch.zeros(6).double()
+        for x_uF, y_u in labels:
+            # One least score for all: that of a response would depend on which of its units were drawn.
+            log_u = y_u.clamp_min(LEAST * scores / count).log()
+            target_u = log_u - log_u.mean()
+            error_u2 = target_u[:, None] - self.regression.predict(x_uF).cpu()
+            squares_3 = torch.cat([target_u[:, None], error_u2], -1).square().sum(0)
+            sums += self.regression.sums(x_uF, target_u)
+            of_step_6 += torch.tensor([len(y_u), 1, log_u.mean(), *squares_3], dtype=torch.float64)
+        summed = total(torch.cat([sums.flatten(), of_step_6.to(sums)])).cpu().double()
+        count, responses, log_sum, *squares = summed[sums.numel() :].tolist()
+        ready, kept = self.ready, self.regression.end_step(summed[: sums.numel()].view_as(sums), count, responses)
+        self._log_sum = kept * self._log_sum + log_sum
+        self._judged_4 = kept * self._judged_4 + ready * torch.tensor([count, *squares])
+        self._watch(ready)
 
-    def wanted(self, size: Callable[[], Tensor]) -> float:
-        """The share of the responses to score in a step. Until `ENOUGH` tokens were seen, `size` is asked for the numbers of
-        tokens and of responses, int64 `[2]`, that all ranks together have to score or to predict.
-        """
-        if self.ready:
-            return self.share
-        tokens, responses = size().clamp_min(1).tolist()
-        return min(1.0, max(self.share, MARGIN * ENOUGH / tokens, FEWEST / responses))
-
-    def chosen(self, seed_B: Tensor, size: Callable[[], Tensor]) -> Tensor:
-        """Whether to score each response, bool `[B]`, by a hash of its tokens and the step (`response_seeds`)."""
-        return hashed(seed_B) < self.wanted(size)
-
-    def learn(self, features: Features, importance_T: Tensor) -> Tensor:
-        """Adds scored responses, and first predicts them. Returns overlap and rank correlation, float32 `[B, 2]`, or NaN.
-
-        `importance_T` is per packed token, on the CPU. Responses with a NaN, or with zeros only, are left out.
-        """
-        count = len(features.packed.offsets) - 1
-        score_N, agreement_B2 = importance_T[features.packed.reasoning_T].double(), torch.full((count, 2), torch.nan)
-        predicted_N = self.predict(features)[features.packed.reasoning_T].double()
-        target_N, end = torch.full_like(score_N, torch.nan), 0
-        for row, size in enumerate(features.response_N.bincount(minlength=count).tolist()):
-            mine = slice(end, end := end + size)
-            score_R = score_N[mine]
-            if not score_R.any() or not score_R.isfinite().all():
-                continue
-            log_R = score_R.clamp_min(LEAST * score_R.mean()).log()
-            target_N[mine] = log_R - log_R.mean()
-            self._measured[:2] += torch.stack([log_R.mean(), torch.ones_like(log_R[0])])
-            if self.ready and size > 1:
-                overlap, correlation = agreement(predicted_N[mine], score_R)
-                agreement_B2[row] = torch.tensor([overlap, correlation])
-                self._measured[2:] += torch.tensor([overlap, 1.0], dtype=torch.float64)
-        for chosen in features.chunks():
-            self.regression.add(features.of(chosen), target_N[chosen])
-        return agreement_B2
+    def _watch(self, ready: bool) -> None:
+        """Says that nothing is predicted, or nothing that position and probability would not tell."""
+        self.learning = 0 if ready else self.learning + 1
+        if self.learning == STEPS:
+            text = (
+                "OAR: nothing was predicted for %d steps, which were plain GRPO: %.0f labels of %.0f responses so far, "
+            )
+            text += (
+                "needed %d of %d. Are there scores (oar/fallback)? If so use larger batches, or %s.amortize.share=null"
+            )
+            logger.warning(text, STEPS, self.regression.labels, self.regression.responses, *ENOUGH, PREFIX)
+        judged, variance, error, surface = self._judged_4.tolist()
+        if variance:
+            self.explained = 1 - error / variance, 1 - surface / variance
+        if judged > REMEMBERED[0] / 2 and error >= surface and variance and not self._warned:
+            text = "OAR: predictions explain %.0f %% of the variance of scores, position and probability alone %.0f %%: hidden "
+            text += "states add nothing; see the metrics oar/amortize/explained and oar/amortize/explained_by_position"
+            logger.warning(text, *(100 * share for share in self.explained))
+            self._warned = True
 
 
 def hashed(seed_B: Tensor) -> Tensor:
@@ -150,18 +208,7 @@ def hashed(seed_B: Tensor) -> Tensor:
     return uniform(~seed_B, 1)[:, 0]
 
 
-def agreement(predicted_R: Tensor, score_R: Tensor) -> tuple[float, float]:
-    """Overlap of the `TOP` largest (at least one), and rank correlation. Of equal scores the first is the larger one."""
-    count, size = max(1, round(TOP * len(score_R))), len(score_R)
-    ranks = [x_R.argsort(descending=True, stable=True) for x_R in (predicted_R, score_R)]
-    top = [set(order_R[:count].tolist()) for order_R in ranks]
-    place_2R = torch.stack([order_R.argsort() for order_R in ranks]).double()
-    place_2R -= (size - 1) / 2
-    correlation = (place_2R[0] * place_2R[1]).sum() / place_2R[0].square().sum()
-    return len(top[0] & top[1]) / count, correlation.item()
-
-
 def predictor_of(config: OarConfig) -> Predictor | None:
     """A new predictor, or None if all scores are computed."""
-    share = config.amortize.share
-    return None if share is None else Predictor(share, config.amortize.least_overlap)
+    amortize = config.amortize
+    return None if amortize.share is None else Predictor(amortize.share, amortize.units, config.perturbation.span)

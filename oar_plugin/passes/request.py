@@ -10,12 +10,13 @@ It reads importance and segments only of responses that people are to look at.
 | `oar_segments`   | int8, one `Segment` per response token                                       |
 | `oar_weights`    | float32, one value per response token: 1 where nothing changes               |
 | `oar_status`     | int64 `[1]`, the `Status`                                                    |
-| `oar_measures`   | float32 `[4]`, `MEASURE_NAMES` of the weights; 0 if the status is not SCORED |
+| `oar_measures`   | float32 `[4]`, `MEASURE_NAMES`, or `[8]`, also `PREDICTION_NAMES`; of weights: 0 if not SCORED |
 | `oar_seconds`    | float32 `[1]`, actor seconds spent on the response                           |
 """
 
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -82,6 +83,15 @@ class Request:
 def nested(rows: Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns a jagged nested tensor, the form of a batch's fields, from one tensor per row."""
     return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
+def replacement_fault(token: int | None, tokenizer: Any, eos_ids: Collection[int]) -> str | None:
+    """A sentence about `replacement_token`, if it ends responses or, by its name, documents (`docs/oar-p.md`)."""
+    name = "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
+    if token not in eos_ids and not re.search(r"end[\W_]?of[\W_]?(text|document|sentence)|</s>", name, re.IGNORECASE):
+        return None
+    says = f"{name!r} ends responses or separates documents. In a copy it says that the text before it has ended, and scores"
+    return f"{says} follow the position; set another pad_token, or perturbation.replacement=sampled"
 
 
 def replacement_token(config: OarConfig, tokenizer: Any) -> int | None:

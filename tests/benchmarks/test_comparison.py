@@ -60,6 +60,9 @@ def test_what_falls_apart_is_counted_beside_the_gain():
     rows = shown(plan, [*judged[:-1], record([0.4, 0.8, 0.8, 0.8, 0.8, 0.2], 0.3, "fisher", 3)], "chain: mean reward")
     assert [row["fell apart"] for row in rows] == ["0 of 4", "1 of 4"]
     assert rows[1]["minus GRPO's (95 %)"] == "+0.000", "one of four models is left out at each end"
+    assert rows[1]["not trimmed"].startswith("-0.004 ("), "(0.65 - 0.633) / 4"
+    every = shown(plan, [*judged[:-1], record(RISES, 0.95, "fisher", 3)], "Pairs ahead of GRPO")
+    assert [(row["all tasks"], row["fell apart"]) for row in every] == [("", "0 of 4"), ("0 of 4", "0 of 4")]
 
 
 def test_rates_are_those_of_finished_pairs_and_other_weights_make_no_pair():
@@ -80,7 +83,10 @@ def test_gains_at_equal_cost():
     assert reward_until([0.2, 0.4, 0.9], np.array([1.0, 2.0, 2.0]), 4.0) == pytest.approx((0.2 + 0.8 + 0.9) / 4)
     dearer = gain_at_equal(RISES[:3], np.full(3, 1.5), RISES[:3], np.ones(3))
     assert dearer == pytest.approx(0.45 - 0.5), "two steps for the price of three"
-    _, row = shown(PLAN, [record(RISES, 0.9, name) for name in METHODS], "chain: gain at equal cost")
+    plan = replace(PLAN, added={"fisher": 0.4})
+    _, row = shown(plan, [record(RISES, 0.9, name) for name in METHODS], "chain: gain at equal cost")
     # GRPO's step costs 70, this one's 90: in GRPO's 420 there are 4 2/3 of its steps.
     wanted = (0.4 + 0.5 + 0.6 + 0.7 + 0.8 * 2 / 3) / (4 + 2 / 3) - 0.65
     assert row["at equal FLOPs"] == f"{wanted:+.3f}"
+    # GRPO's step costs 10 + 5 x 20 passes, this one's 10 + 7 x 20: in GRPO's 660 there are 4.4 of its steps.
+    assert row["at the costs of 7B"] == f"{(0.4 + 0.5 + 0.6 + 0.7 + 0.8 * 0.4) / 4.4 - 0.65:+.3f}"

@@ -6,10 +6,16 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.count import real, shapes
+from benchmarks.count import derived, real, shapes
 from benchmarks.count.fake_step import count, measure
+from benchmarks.count.meter import Meter
 from benchmarks.count.shapes import Memory, Work, at
+from oar_plugin.config import OarConfig
+from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
+from oar_plugin.passes.request import Request
 from oar_plugin.runs.plan.known import load_model
 
 DENSE, SMALL, work = real.DENSE, real.SMALL, cache(count)
@@ -57,6 +63,27 @@ def test_flops_follow_a_closed_formula(config):
         assert whole - flops[phase] == pytest.approx(flops["layers"], rel=1e-3)
         if config is DENSE:
             assert whole - again == pytest.approx(2 * LAYERS * 256 * 704 * LENGTH, rel=1e-3)
+
+
+@pytest.mark.parametrize("prefix", [False, True], ids=["whole", "cached prefix"])
+def test_copies_cost_what_is_derived_from_forwards(prefix):
+    length, copies = derived.PROMPT + 240, 7
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**DENSE, num_hidden_layers=LAYERS)).eval()
+    package = MaskedCopies(model, Request.of_step(OarConfig(), 1, replacement_token=0), max_tokens=1)
+    package._shares_prefix = prefix
+    candidate = Candidate(torch.arange(length), derived.PROMPT, length - derived.ANSWER)
+    with Meter() as meter:
+        meter.begin("copies")
+        package.run(candidate, [[16 + 32 * place] for place in range(copies)])
+    expected = derived.copies_flops(work(Work(dimensions(DENSE))), LAYERS, length, copies, prefix)
+    # The meter halves the products of attention, of which a prefix needs more.
+    assert meter.numbers["flops"]["copies"] == pytest.approx(expected, rel=0.1 if prefix else 0.02)
+
+
+def test_the_page_has_what_follows_from_its_own_counts():
+    page = json.loads((Path(__file__).parents[2] / "benchmarks/results/count.json").read_text())
+    for table in derived.tables({name: of["checkpointing"] for name, of in page["runs"].items()}):
+        assert page["tables"][table.title] == [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
 SHAPES = {"experts": {"shards": 8, "model": dimensions(EXPERTS)}, "fused": {"lora_rank": 4, "fused": True, "shards": 2}}

@@ -89,31 +89,40 @@ def test_a_rollout_has_the_responses_that_teach_something(rollout):
 
 
 @pytest.mark.parametrize(
-    ("name", "probe", "share"),
-    [(name, "answer_mean", None) for name in ("fisher", "entropy", "oar_g", ONWARD)]
-    + [("oar_p", probe, None) for probe in PROBES]
-    + [(name, "answer_mean", 0.5) for name in ("fisher", "oar_p")],
+    ("name", "probe", "share", "units", "replacement"),
+    [(name, "answer_mean", None, None, "pad") for name in ("fisher", "entropy", "oar_g", ONWARD)]
+    + [("oar_p", probe, None, None, "pad") for probe in PROBES]
+    + [("fisher", "answer_mean", 0.5, None, "pad"), ("oar_p", "answer_mean", 0.5, None, "pad")]
+    + [("oar_p", "answer_mean", None, None, "sampled"), ("oar_p", "answer_mean", 0.1, 3, "sampled")],
 )
 def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(
-    name, probe, share, model, rollout, monkeypatch
+    name, probe, share, units, replacement, model, rollout, monkeypatch
 ):
-    """Predicted importance too, of some responses from the second step on: in the first all are scored, as there are few."""
+    """Predicted importance too, from the second step on."""
     monkeypatch.setattr(training, "micro_batches", partial(micro_batches, rows=4))
-    monkeypatch.setattr(prediction, "ENOUGH", 20)
-    run = replace(RUN, credit=Credit(importance=name, probe=probe, share=share))
+    monkeypatch.setattr(prediction, "ENOUGH", (20, 2))
+    monkeypatch.setattr(prediction, "FEWEST", 6)
+    run = replace(RUN, credit=Credit(importance=name, probe=probe, share=share, units=units, replacement=replacement))
     here, there = training.predictor_for(run), None
     if share is not None:  # the small trainer predicts from hidden states without this weight
         torch.nn.init.ones_(model.model.norm.weight)
     given = {"attention_mask": rollout.mask_BL, "response_mask": rollout.response_BL, "segments": rollout.segments_BL}
-    given |= {"tokenizer": make_tokenizer(), "importance": name, "probe": probe, "amortize.share": share}
-    for step in range(1 if share is None else 3):
-        scored_B = training.chosen(here, training.request_of(run, step), rollout)
-        here_BL = training.importance(run, rollout, forward(model, rollout, scored_B), step, here, scored_B)
+    given |= {
+        "tokenizer": make_tokenizer(),
+        "importance": name,
+        "probe": probe,
+        "amortize.share": share,
+        "amortize.units": units,
+        "perturbation.replacement": replacement,
+    }
+    for step in range(1 if share is None else 4):
+        labelled_BL = training.labelled(here, training.request_of(run, step), rollout)
+        here_BL = training.importance(run, rollout, forward(model, rollout, labelled_BL), step, here, labelled_BL)
         credit = oar_plugin.importance(model, rollout.token_BL, step=step + 1, predictor=there, **given)
         there, there_BL = credit.predictor, credit.importance
-        assert (here_BL > 0).sum() > 20
+        assert (here_BL > 0).sum() > 20 or (share is not None and step < 2)
         torch.testing.assert_close(here_BL, there_BL, rtol=2e-3, atol=1e-5 * max(1.0, there_BL.max().item()))
-    assert (scored_B.sum() < len(scored_B)) == (share is not None)
+    assert (labelled_BL.sum() < rollout.reasoning_BL.sum()) == (share is not None)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

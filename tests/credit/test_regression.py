@@ -1,61 +1,45 @@
-"""The regression, against a plain solution; its sums over ranks; features."""
+"""The regression, against a plain solution; features."""
+
+from math import exp
 
 import numpy as np
 import pytest
 import torch
 
-from oar_plugin.credit.regression import COLUMNS, DECAY, Regression, projected, token_features
+from oar_plugin.credit.regression import COLUMNS, REMEMBERED, SURFACE, Regression, projected, token_features
 
 
-def tokens(seed, count=40, size=5):
+def labels(seed, count=40, size=7):
     generator = torch.Generator().manual_seed(seed)
-    feature_NF = torch.cat([torch.randn(count, size - 1, generator=generator), torch.ones(count, 1)], 1)
-    return feature_NF, torch.randn(count, generator=generator)
+    return torch.randn(count, size, generator=generator), torch.randn(count, generator=generator)
 
 
-def step(regression, *batches):
+@pytest.mark.parametrize("responses", [1, 80])  # a quarter of the labels that are remembered, and more of the responses
+def test_it_is_the_ridge_regression_of_all_labels_where_earlier_ones_count_less(responses):
+    """And one of the last columns alone."""
+    regression, count = Regression(7, 3.0), REMEMBERED[0] // 4
+    assert not regression.predict(torch.eye(7)).any()
+    batches, kept = [labels(seed) for seed in range(3)], exp(-min(0.25, responses / REMEMBERED[1]))
     for batch in batches:
-        regression.add(*batch)
-    regression.end_step(regression.step_sums(torch.device("cpu")))
-
-
-def test_it_is_the_ridge_regression_of_all_steps_where_earlier_ones_count_less():
-    regression = Regression(5, 3.0)
-    batches = [tokens(seed) for seed in range(3)]
-    for batch in batches:
-        step(regression, batch)
-    weight = np.sqrt([DECAY ** (2 - place) for place in range(3)])
-    rows = [np.concatenate([w * x.numpy() for w, (x, _) in zip(weight, batches, strict=True)])]
-    rows.append(np.sqrt(3.0) * np.eye(5))  # a ridge is a row more per feature
-    target = np.concatenate([w * y.numpy() for w, (_, y) in zip(weight, batches, strict=True)] + [np.zeros(5)])
-    want = np.linalg.lstsq(np.concatenate(rows), target)[0]
-    np.testing.assert_allclose(regression.predict(torch.eye(5)).numpy(), want, rtol=1e-4)
-    assert regression.tokens == pytest.approx(40 * (1 + DECAY + DECAY**2))
-
-
-def test_sums_over_ranks_are_those_of_one_process():
-    one, *ranks = (Regression(5, 1.0) for _ in range(3))
-    batches = [tokens(seed) for seed in range(2)]
-    step(one, *batches)
-    for rank, batch in zip(ranks, batches, strict=True):
-        rank.add(*batch)
-    summed = sum(rank.step_sums(torch.device("cpu")) for rank in ranks)
-    for rank in ranks:
-        rank.end_step(summed.clone())
-        torch.testing.assert_close(rank.predict(torch.eye(5)), one.predict(torch.eye(5)))
-
-
-def test_without_tokens_nothing_changes_and_bad_ones_are_left_out():
-    regression = Regression(5, 1.0)
-    assert not regression.predict(torch.eye(5)).any()
-    step(regression)
-    assert regression.tokens == 0
-    good, (bad_NF, bad_N) = tokens(0), tokens(1)
-    bad_NF[:20, 0], bad_N[20:] = torch.inf, torch.nan
-    step(regression, good, (bad_NF, bad_N))
-    other = Regression(5, 1.0)
-    step(other, good)
-    assert torch.equal(regression.predict(torch.eye(5)), other.predict(torch.eye(5)))
+        assert regression.end_step(regression.sums(*batch), count, responses) == pytest.approx(kept)
+    for column, (used, ridge) in enumerate(((slice(None), 3.0), (slice(-SURFACE, None), 1.0))):
+        weight = np.sqrt([kept ** (2 - place) for place in range(3)])
+        rows = [w * x.numpy()[:, used] for w, (x, _) in zip(weight, batches, strict=True)]
+        size = rows[0].shape[1]
+        target = [w * y.numpy() for w, (_, y) in zip(weight, batches, strict=True)]
+        # A ridge is a row more per feature.
+        design, wanted = (
+            np.concatenate([*rows, np.sqrt(ridge) * np.eye(size)]),
+            np.concatenate([*target, np.zeros(size)]),
+        )
+        want = np.zeros(7)
+        want[used] = np.linalg.lstsq(design, wanted)[0]
+        np.testing.assert_allclose(regression.predict(torch.eye(7))[:, column].numpy(), want, rtol=1e-3, atol=1e-6)
+    assert regression.labels == pytest.approx(count * (1 + kept + kept**2))
+    assert regression.responses == pytest.approx(responses * (1 + kept + kept**2))
+    before = regression.predict(torch.eye(7))
+    assert regression.end_step(torch.zeros(7, 8), 0, 0) == 1
+    assert torch.equal(regression.predict(torch.eye(7)), before), "a step without labels"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,7 +53,7 @@ def test_projected_states_do_not_depend_on_scale_or_autocast(dtype):
         torch.testing.assert_close(projected(4 * hidden_NH), once)
 
 
-def test_features_end_with_one_which_counts_tokens():
+def test_features_end_with_what_hidden_states_do_not_say():
     own, before, doubt = torch.zeros(3, COLUMNS), torch.ones(3, COLUMNS), torch.tensor([0.0, 0.5, 1.0])
     feature_NF = token_features(own, before, doubt, torch.tensor([-1.0, 0.0, 1.0]))
-    assert feature_NF[:, -4:].tolist() == [[0, -1, 1, 1], [0.5, 0, 0, 1], [1, 1, 1, 1]]
+    assert feature_NF[:, -SURFACE:].tolist() == [[0, -1, 1, 1], [0.5, 0, 0, 1], [1, 1, 1, 1]]

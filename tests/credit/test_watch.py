@@ -10,6 +10,7 @@ NONE = {"oar/answer_found": 1.0, "oar/fallback/any": 0.0}
 NO_CREDIT_NEEDED = {"oar/fallback/any": 0.0}
 ROUNDED = {"oar/answer_found": 0.0, "oar/fallback/any": 0.9999999999999999, "oar/fallback/truncated": 1.0}
 ROUNDED_UP = ROUNDED | {"oar/fallback/any": 1.0000000000000002}
+LEARNS = NONE | {"oar/fallback/any": 1.0, "oar/fallback/learning": 0.8, "oar/fallback/truncated": 0.2}
 MOST = {"oar/answer_found": 0.9, "oar/fallback/any": 0.6, "oar/fallback/out_of_memory": 0.6}
 
 
@@ -34,6 +35,9 @@ def test_a_first_step_in_which_all_fall_back_is_told_with_reasons_and_advice(cap
         ([MOST] * STEPS, 0.5, 1),
         ([NONE] * 100 + [MOST] * (STEPS - 1), 0.5, 1),  # 19 of the last 20 steps
         ([MOST] * STEPS, 0.6, 0),
+        ([LEARNS], 0.5, 0),
+        ([LEARNS] * STEPS, 0.5, 1),
+        ([MOST | {"oar/fallback/learning": 0.2}] * STEPS, 0.3, 1),
         ([ROUNDED], 0.5, 1),
         ([ROUNDED_UP] * STEPS, 1.0, 1),
         ([NONE] * 500, 0.5, 0),

@@ -132,7 +132,7 @@ def run(monkeypatch):
     monkeypatch.setattr(base, "_compute_score", score)
     monkeypatch.setattr(base, "_run_prompt", prompt)
 
-    def go(server, outputs, validate=False, limits=None, scored_tokens=0, share=None, **oar):
+    def go(server, outputs, validate=False, limits=None, labels=0, **oar):
         tokenizer, rollout = world.make_tokenizer(), {"n": len(outputs), **(limits or {})}
         settings = {"algorithm": {"use_kl_in_reward": False}, "actor_rollout_ref": {"rollout": rollout}}
         config = OmegaConf.create(settings | {"data": {"max_response_length": world.MAX_RESPONSE_LENGTH}})
@@ -141,9 +141,7 @@ def run(monkeypatch):
         copies = {"importance": "oar_p", "perturbation": {"backend": "rollout"}, "answer_patterns": ["hash"]}
         monkeypatch.setattr(agent_loop, "resolve", lambda config: OarConfig.parse(copies | oar))
         worker = agent_loop.OarAgentLoopWorker(config=config, model_config=held, tokenizer=tokenizer, llm_client=server)
-        worker._scored_tokens = scored_tokens
-        if share is not None:
-            asyncio.run(worker.oar_score_share(share))
+        worker._labels += labels
         queue = {}
         task = dict(uid="u", global_steps=1, outputs=outputs, queue=queue)
         asyncio.run(worker._run_prompt(task, {}, {"validate": validate}))
@@ -213,15 +211,13 @@ def test_only_what_has_a_signal_and_an_answer_is_sent(run, oar, outputs, expecte
 
 
 @pytest.mark.parametrize(
-    ("scored_tokens", "share", "scored"), [(0, None, [0, 1, 3, 4]), (ENOUGH, None, [0]), (ENOUGH, 1.0, [0, 1, 3, 4])]
+    ("labels", "scored"),
+    [(0, [0, 1, 3, 4]), ((10**6, ENOUGH[1] - 4), [0, 1, 3, 4]), ((ENOUGH[0] - 60, 99), [0, 1, 3, 4]), (ENOUGH, [0])],
 )
-def test_a_share_of_the_responses_is_scored_once_enough_are_and_the_trainer_can_raise_it(
-    run, scored_tokens, share, scored
-):
-    """The same ones that the actor would choose; it predicts the others."""
+def test_a_share_of_the_responses_is_scored_once_enough_labels_of_enough_responses_are(run, labels, scored):
+    """The actor predicts from these."""
     outputs = [output(row, float(row > 0)) for row in world.SCORED]
-    settings = {"amortize": {"share": world.SHARE}, "scored_tokens": scored_tokens, "share": share}
-    fields = run(Server(), outputs, **settings)
+    fields = run(Server(), outputs, amortize={"share": world.SHARE}, labels=labels)
     statuses = {row: status_of(fields[session][0]) for session, row in enumerate(world.SCORED)}
     assert statuses == {row: Status.SCORED if row in scored else Status.NOT_SCORED for row in world.SCORED}
 

@@ -29,7 +29,6 @@ ON = "algorithm.adv_estimator=oar"
 TRAINER_CONFIG = Path(verl.__file__).parent / "trainer" / "config"
 ACTOR, ROLLOUT = "actor_rollout_ref__actor__", "actor_rollout_ref__rollout__"
 MEGATRON = ACTOR + "megatron__"
-MOE = MEGATRON + "override_transformer_config__"
 COPIES = "algorithm__oar__perturbation__"
 OFFLOAD = {"algorithm__oar__importance": "oar_p", COPIES + "backend": "rollout", ROLLOUT + "name": "vllm"}
 
@@ -92,35 +91,12 @@ def assert_refused(changes, parts):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({ACTOR + "strategy": "veomni"}, ["actor.strategy=veomni", "fsdp, fsdp2, megatron"]),
-        ({"actor_rollout_ref__actor__policy_loss": {"loss_mode": "geo_mean"}}, ["loss_mode=geo_mean", "other losses"]),
-        ({"trainer__data_plane": "neoproto"}, ["data_plane=neoproto", "allowed: classic"]),
-        ({"trainer__v1__trainer_mode": "mine"}, ["trainer_mode=mine", "sync, colocate_async, separate_async"]),
-        ({"critic__enable": True}, ["critic.enable=True", "allowed: False"]),
-        ({"algorithm__oar": {"base_estimator": "gae"}}, ["base_estimator='gae'", "critic", "allowed: grpo, rloo"]),
-        ({"algorithm__oar": 3}, ["algorithm.oar=3"]),
-        (
-            {"actor_rollout_ref__model": {"use_fused_kernels": True, "fused_kernel_options": None}},
-            ["impl_backend=None"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "parts"), GIVEN["refused"])
 def test_combinations_that_cannot_work_are_refused(changes, parts):
     assert_refused(changes, parts)
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({ROLLOUT + "name": "sglang"}, ["rollout.name=sglang", "allowed: vllm", "backend=actor"]),
-        ({ROLLOUT + "agent__agent_loop_manager_class": "my.Manager"}, ["agent_loop_manager_class=my.Manager", "null"]),
-        ({ROLLOUT + "engine_kwargs__vllm__worker_extension_cls": "x.Y"}, ["worker_extension_cls=x.Y", "unset"]),
-        ({ROLLOUT + "data_parallel_size": 2}, ["data_parallel_size=2", "allowed: 1"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "parts"), GIVEN["refused_offload"])
 def test_what_the_offload_cannot_work_with_is_refused(changes, parts):
     assert resolve(config(**OFFLOAD)).offloads
     assert not resolve(
@@ -136,18 +112,7 @@ def test_without_a_vllm_the_offload_is_refused_where_it_would_run_and_the_local_
     assert resolve(config(**OFFLOAD)).offloads, "a plan needs none"
 
 
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({MEGATRON + "dynamic_context_parallel": True}, ["dynamic_context_parallel=True", "allowed: False"]),
-        ({MOE + "moe_expert_capacity_factor": 1.25}, ["moe_expert_capacity_factor=1.25", "allowed: null"]),
-        ({MOE + "use_mup": True}, ["use_mup=True", "allowed: False"]),
-        ({MOE + "cuda_graph_impl": "local"}, ["cuda_graph_impl=local", "allowed: none"]),
-        ({"actor_rollout_ref__model__use_fused_kernels": True}, ["use_fused_kernels=True", "allowed: False"]),
-        ({MEGATRON + "dtype": "float16"}, ["megatron.dtype=float16", "allowed: bfloat16"]),
-        ({"algorithm__oar": {"importance": "oar_p"}}, ["importance=oar_p", "perturbation.backend=rollout"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "parts"), GIVEN["refused_megatron"])
 def test_what_megatron_does_not_serve_is_refused_there_and_only_there(changes, parts):
     assert_refused({ACTOR + "strategy": "megatron"} | changes, parts)
     assert resolve(config(**changes))

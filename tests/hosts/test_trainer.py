@@ -440,24 +440,20 @@ def test_what_an_engine_could_not_score_the_actor_does(offloading, settings, fal
     assert one.metrics["oar/offload/left_for_actor"] == pytest.approx(1 / 6)
 
 
-def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_scored_and_says_how_many_it_wants(
-    offloading,
-):
+def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_scored(offloading):
     """It learns from them, and its weights are the ones that count."""
-    told = []
     one = offloading(Status.SCORED, Status.NOT_SCORED, Status.NO_ANSWER, share=0.5)
-    worker = SimpleNamespace(oar_score_share=SimpleNamespace(remote=told.append))
-    one.trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=[worker])
     (request,) = one.requests
     assert Request.from_dict(request).importance == "oar_p"
     assert one.needed() == [1, 1, 0, 0, 0, 0]
     one.report_from_actor([Status.SCORED if needed else Status.NOT_NEEDED for needed in one.needed()])
-    more = torch.tensor([1.0, float("nan"), float("nan"), 0.75])
+    more = torch.tensor([1.0, float("nan"), float("nan"), 3.0])
     one.fields[MEASURES] = nested([torch.cat([row, more]) for row in one.fields[MEASURES].unbind()])
     one.credited()
     assert one.metrics["oar/offload/left_for_actor"] == pytest.approx(1 / 6)
-    assert (one.metrics["oar/amortize/predicted"], one.metrics["oar/amortize/share"]) == (1.0, 0.75)
-    assert told == [0.75]
+    assert one.metrics["oar/amortize/predicted"] == pytest.approx(1 / 3), "of the batch's responses"
+    assert one.metrics["oar/amortize/learning_steps"] == 3
+    assert "oar/amortize/explained" not in one.metrics
 
 
 def test_without_a_fallback_the_response_keeps_its_plain_advantage(offloading):

@@ -1,163 +1,286 @@
-"""Predicted importance on a plain model: rows that are scored, rows that are not, what is learned, and what is watched.
+"""Predicted importance: what is labelled, what is learned from it, what is paid, and what is said.
 
-That predictions are right on every layout is in tests/hosts/test_engine.py, against a regression of its own.
+That predictions are right on every layout of verl's engines is in tests/hosts/test_engine.py.
 """
 
 import logging
+import weakref
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from math import ceil, exp
+from threading import Barrier
 
 import pytest
 import torch
 
+from oar_plugin.credit import regression
+from oar_plugin.credit.perturbation import units as cut
 from oar_plugin.passes import prediction
+from oar_plugin.passes.gradient import Packed, Scores
+from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.plain import batch_importance, packed_rows
 from oar_plugin.passes.predicted_batch import PredictedBatch
-from oar_plugin.passes.prediction import Predictor, agreement, predictor_of
+from oar_plugin.passes.prediction import Features, Predictor, predictor_of
 from tests.asked import asked
 from tests.hosts.engine import world
 from tests.passes.batch import padded, rows_of
 
-SHARED = {"amortize": {"share": world.SHARE}, "temperature": 0.7}
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def few_tokens(monkeypatch):
+def few_labels(monkeypatch):
     monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
-
-
-def predict(model, predictor, request, max_tokens=2**13):
-    rows = padded(rows_of())
-    usable_B = torch.ones(len(rows[0]), dtype=torch.bool)
-    packed, alone = packed_rows(*rows)[0], (lambda tensor: tensor)
-    batch = PredictedBatch(predictor, request, packed, usable_B, alone, torch.device("cpu"))
-    return batch_importance(model, request, *rows, max_tokens, predicted=batch), batch.end_step(usable_B)
-
-
-@pytest.mark.parametrize("importance", ["fisher", "oar_g", "oar_p"])
-def test_some_rows_are_scored_as_ever_and_the_others_are_predicted(model, importance):
-    request = asked(importance, replacement_token=world.PAD, **SHARED)
-    batch, predictor = padded(rows_of()), predictor_of(request.config)
-    want = batch_importance(model, asked(importance, replacement_token=world.PAD, temperature=0.7), *batch)
-    first, prediction_B4 = predict(model, predictor, request)
-    close = {"rtol": 5e-3 if importance == "oar_g" else 1e-4, "atol": 1e-8}  # float32's rounding of P_noisy - P
-    torch.testing.assert_close(first, want, **close)
-    assert not prediction_B4[:, 0].any()
-    assert prediction_B4[:, 1:3].isnan().all(), "nothing was known before the first step"
-    second, prediction_B4 = predict(model, predictor, request)
-    predicted_B = prediction_B4[:, 0].bool()
-    assert predicted_B.any()
-    assert not predicted_B.all()
-    torch.testing.assert_close(second[~predicted_B], want[~predicted_B], **close)
-    assert ((second[predicted_B] > 0) == (want[predicted_B] > 0)).all(), "the reasoning tokens"
-    assert (second[predicted_B] != want[predicted_B]).any()
-    assert prediction_B4[:, 1].isnan().equal(predicted_B)
-    assert (prediction_B4[:, 3] == predictor.share).all()
-
-
-def test_a_first_step_scores_no_more_than_it_needs(model, monkeypatch):
-    monkeypatch.setattr(prediction, "ENOUGH", 2)
     monkeypatch.setattr(prediction, "FEWEST", 1)
-    request = asked("fisher", **SHARED)
-    importance, prediction_B4 = predict(model, predictor_of(request.config), request)
-    predicted_B = prediction_B4[:, 0].bool()
-    assert predicted_B.any()
-    assert not predicted_B.all()
-    assert (importance[predicted_B] > 0).any(-1).all()
 
 
-def test_micro_batches_do_not_matter_and_the_model_is_left_as_it_was(model):
-    request = asked(**SHARED)
-    together, alone = (predictor_of(request.config) for _ in range(2))
-    for _ in range(2):
-        a, _ = predict(model, together, request)
-        b, _ = predict(model, alone, request, max_tokens=1)
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-7)
+# ---- a plain model
+
+
+def predict(model, predictor, request, max_tokens=2**13, count=4):
+    rows = [tensor_BL[:count] for tensor_BL in padded(rows_of())]
+    batch = PredictedBatch(predictor, request, packed_rows(*rows)[0], torch.ones(count).bool(), torch.clone, CPU)
+    importance_BL = batch_importance(model, request, *rows, max_tokens, predicted=batch)
+    batch.end_step()
+    return importance_BL, batch.scored_B
+
+
+@pytest.mark.parametrize(("importance", "max_tokens"), [("fisher", 2**13), ("fisher", 1), ("oar_g", 90), ("oar_p", 90)])
+def test_every_token_is_paid_by_what_earlier_steps_taught(model, folder, importance, max_tokens):
+    """Those of responses that are scored too."""
+    more = {"replacement_token": world.PAD, "temperature": world.TEMPERATURE}
+    request = asked(importance, amortize={"share": world.SHARE}, **more)
+    predictor = predictor_of(request.config)
+    first, scored_B = predict(model, predictor, request, max_tokens)
+    assert scored_B.all(), "as many labels as are needed"
+    assert not first.any()
+    second, scored_B = predict(model, predictor, request, max_tokens)
+    assert scored_B.sum() == ceil(world.SHARE * 4)
+    scores = world.counterfactual if importance == "oar_p" else lambda folder: world.reference(folder, importance)
+    want = world.predicted(folder, lambda: scores(folder), torch.float32)
+    for got_L, (ids, _), row in zip(second, rows_of(), world.SCORED, strict=True):
+        before = len(ids) - len(want[row])
+        assert not got_L[:before].any()
+        close = {"rtol": 2e-2 if importance == "oar_g" else 1e-3, "atol": 1e-8}  # rounding of P_noisy - P
+        torch.testing.assert_close(got_L[before : len(ids)], want[row], **close)
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not predict(model, predictor, request, count=0)[0].numel(), "a rank without rows"
 
 
-def test_predicted_rows_keep_nothing_for_a_backward(model):
-    """A resumed run begins with a new predictor, which scores all rows of its first step."""
-    request = asked(amortize={"share": 1e-9})
-    predictor, kept = predictor_of(request.config), []
-    for step in range(2):
-        kept.append(0)
+def test_only_units_that_are_labels_get_copies(model, folder, monkeypatch):
+    copies, run, learned, learn = [], MaskedCopies.run, [], Predictor.learn
+    monkeypatch.setattr(MaskedCopies, "run", lambda *given: copies.append(given[2]) or run(*given))
+    monkeypatch.setattr(Predictor, "learn", lambda *given: learned.extend(given[2].tolist()) or learn(*given))
+    request = asked("oar_p", span=2, replacement_token=world.PAD, amortize={"share": 1.0, "units": 3})
+    predict(model, predictor_of(request.config), request)
+    assert sorted(map(len, copies)) == [2, 3, 3, 3]
+    exact, want = world.counterfactual(folder, span=2), []
+    for row, own in zip(world.SCORED, copies, strict=True):
+        want += [exact[row][torch.tensor(unit) - len(world.encode()[row][0])].mean().item() for unit in own]
+    assert sorted(learned) == pytest.approx(sorted(want), rel=1e-3, abs=1e-7)
 
-        def keep(tensor, step=step):
-            kept[step] += tensor.numel()
-            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+def test_rows_that_are_not_scored_keep_nothing_for_a_backward(model):
+    request, kept = asked(amortize={"share": 1e-9}), []
+    predictor, hooks = predictor_of(request.config), (lambda x: kept[-1].append(x.numel()) or x, lambda x: x)
+    for _ in range(2):
+        kept.append([])
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
             predict(model, predictor, request)
-    assert kept[0] > kept[1] == 0
+    assert sum(kept[0]) > 2 * sum(kept[1]) > 0
 
 
-def test_predictions_that_agree_too_little_double_the_share_and_say_so_once(model, caplog, monkeypatch):
-    monkeypatch.setattr(prediction, "FEWEST", 1)
-    request = asked("fisher", amortize={"share": 0.1, "least_overlap": 1.0})
-    predictor, shares = predictor_of(request.config), []
-    with caplog.at_level(logging.WARNING, "oar_plugin"):
-        for step in range(1, 16):
-            predict(model, predictor, asked("fisher", seed=step, amortize={"share": 0.1, "least_overlap": 1.0}))
-            shares.append(predictor.share)
-    assert shares[0] == 0.1
-    assert shares == sorted(shares)
-    assert shares[-1] == 1.0
-    (record,) = caplog.records
-    assert "amortize.least_overlap=1" in record.getMessage()
+# ---- made-up responses
 
 
-def test_a_response_without_usable_scores_teaches_nothing(monkeypatch):
-    monkeypatch.setattr(prediction, "ENOUGH", 1)
-    clean, spoiled, zeros = (Predictor(world.SHARE, 0.3) for _ in range(3))
-    features = _features(2)
-    scores_T = torch.rand(len(features.packed.token_T)) + 0.1
-    for predictor, bad in ((clean, torch.nan), (spoiled, torch.inf)):
-        predictor.learn(features, torch.where(features.packed.response_T == 1, bad, scores_T))
-        predictor.end_step(lambda tensor: tensor, torch.device("cpu"))
-    assert clean.regression.tokens == (features.response_N == 0).sum()
-    assert torch.equal(clean.predict(features), spoiled.predict(features))
-    zeros.learn(features, torch.zeros_like(scores_T))
-    zeros.end_step(lambda tensor: tensor, torch.device("cpu"))
-    assert zeros.regression.tokens == 0
+Made = namedtuple("Made", "token_T segments_T hidden_TP log_prob_T score_T")  # a response, with gaps in its reasoning
 
 
-def test_a_prediction_that_is_not_finite_stays_so(monkeypatch):
-    """The gate then lets the response fall back, and a metric counts it."""
-    monkeypatch.setattr(prediction, "ENOUGH", 1)
-    predictor, features = Predictor(world.SHARE, 0.3), _features(1)
-    features._hidden_TP[-1] = torch.nan
-    predictor.learn(features, torch.rand(len(features.packed.token_T)) + 0.1)
-    predictor.end_step(lambda tensor: tensor, torch.device("cpu"))
-    assert predictor.regression.tokens > 0
-    assert not predictor.predict(features).isfinite().all()
+def units_of(made, span=2):
+    return [cut((one.segments_T == 1).tolist(), span) for one in made]
 
 
-@pytest.mark.parametrize(("enough", "share"), [(1, world.SHARE), (10**6, 1.0)])
-def test_engines_that_score_too_few_for_predictions_are_asked_for_all(monkeypatch, enough, share):
-    monkeypatch.setattr(prediction, "ENOUGH", enough)
-    request, features, rows = asked("oar_p", **SHARED), _features(2), [torch.rand(8) + 0.1 for _ in range(2)]
-    given = rows, torch.tensor([True, False])
-    every_B, packed = torch.ones(2, dtype=torch.bool), features.packed
-    batch = PredictedBatch(
-        predictor_of(request.config), request, packed, every_B, lambda x: x, torch.device("cpu"), given
+def responses(seed, count=24, by_position=False, zeros=0.05):
+    """Their scores follow from hidden states, or from the position."""
+    g, made = torch.Generator().manual_seed(seed), []
+    for size in torch.randint(12, 60, (count,), generator=g).tolist():
+        segments_T, hidden_TP = (torch.rand(size, generator=g) < 0.85).long(), torch.randn(size, 256, generator=g)
+        segments_T[0] = 0
+        told_T = torch.arange(size) / 10 if by_position else hidden_TP[:, 0]
+        score_T = (told_T + 0.1 * torch.randn(size, generator=g)).exp() * (torch.rand(size, generator=g) >= zeros)
+        log_prob_T = -torch.rand(size, generator=g)
+        made.append(Made(torch.randint(1000, (size,), generator=g), segments_T, hidden_TP, log_prob_T, score_T))
+    return made
+
+
+def packed_of(made):
+    offsets = torch.tensor([0, *(len(one.token_T) for one in made)]).cumsum(0)
+    return Packed(torch.cat([one.token_T for one in made]), torch.cat([one.segments_T for one in made]), offsets)
+
+
+def given_to_features(*made):
+    scores = Scores(asked("random").importance_object, 0, CPU, True)
+    scores.hidden_TP = torch.cat([one.hidden_TP for one in made])
+    return packed_of(made), scores, torch.cat([one.log_prob_T for one in made])
+
+
+def step(predictor, made, seed=0, total=torch.clone, split=5):
+    """A step: what each response is paid, and which tokens are labels, by response."""
+    request = asked("oar_p", seed=seed, span=predictor.span, amortize={"share": 0.5})
+    packed, rows = packed_of(made), range(len(made))
+    batch = PredictedBatch(predictor, request, packed, torch.ones(len(made)).bool(), total, CPU)
+    scored, paid = batch.scored_B.tolist(), [one.score_T * (one.segments_T == 1) for one in made]
+    for first in (True, False):
+        of_pass = [row for row in rows if scored[row] == first]
+        for part in (of_pass[start : start + split] for start in range(0, len(of_pass), split)):
+            given_T = given_to_features(*(made[row] for row in part))
+            hidden, field_T = weakref.ref(given_T[1].hidden_TP), batch.field(*given_T, part)
+            sizes, given_T = given_T[0].offsets.diff().tolist(), None
+            assert hidden() is None, "hidden states are kept"
+            for row, own_T in zip(part, field_T.split(sizes), strict=True):
+                paid[row] = paid[row] if first else own_T
+        paid = batch.learn(torch.arange(len(made)), paid) if first else paid
+    batch.end_step()
+    return paid, batch.labelled_T.split(packed.offsets.diff().tolist())
+
+
+def test_predictions_are_a_ridge_regression_of_what_earlier_steps_labelled(monkeypatch):
+    """By hand: lag, centring, floor, what is forgotten, and what predictions explain of labels before these are learned."""
+    monkeypatch.setattr(regression, "REMEMBERED", (100, 20))
+    predictor, taught, judged = Predictor(0.5, 4, 2), [], torch.zeros(3)
+    for number in range(3):
+        made, fits = (
+            responses(number),
+            [world.ridge(taught, *one) for one in ((slice(None), 100), (slice(-4, None), 1)) if taught],
+        )
+        paid, labelled = step(predictor, made, number)
+        features, scores = [], []
+        for one, units, paid_T, labelled_T in zip(made, units_of(made), paid, labelled, strict=True):
+            of_one, want_T = Features(*given_to_features(one)), torch.zeros(len(paid_T))
+            for fit_F, level in fits[:1]:
+                x_RF = of_one.of(of_one.at_N).double()
+                want_T[of_one.at_N] = ((x_RF - x_RF.mean(0)) @ fit_F + level).exp().float()
+            torch.testing.assert_close(paid_T, want_T, rtol=1e-4, atol=1e-7)
+            if chosen := [torch.tensor(unit) for unit in units if labelled_T[unit[0]]]:
+                features.append(torch.stack([of_one.of(unit).mean(0) for unit in chosen]))
+                scores.append(torch.stack([one.score_T[unit].mean() for unit in chosen]))
+        kept = exp(-min(sum(map(len, scores)) / 100, len(scores) / 20))
+        of_step = [(1.0, *one) for one in zip(features, world.logs(scores), strict=True)]
+        judged *= kept
+        for _, x_UF, y_U in of_step if fits else ():
+            c_UF, c_U = (x_UF - x_UF.mean(0)).double(), y_U - y_U.mean()
+            off = c_U, c_U - c_UF @ fits[0][0], c_U - c_UF[:, -4:] @ fits[1][0]
+            judged += torch.stack([one.square().sum() for one in off])
+        assert predictor.explained == pytest.approx((1 - judged[1:] / judged[0]).tolist(), rel=1e-4, nan_ok=True)
+        taught = [(kept * weight, *one) for weight, *one in taught] + of_step
+        assert predictor.regression.responses == pytest.approx(sum(weight for weight, *_ in taught))
+        assert predictor.regression.labels == pytest.approx(sum(weight * len(y_U) for weight, _, y_U in taught))
+    assert judged[0] > 0
+
+
+def test_ranks_micro_batches_and_order_change_nothing():
+    """Three responses of 24 are on one of two ranks, which are threads."""
+    one, two, held, barrier = Predictor(0.3, 4, 1), [Predictor(0.3, 4, 1) for _ in range(2)], {}, Barrier(2, timeout=60)
+    rows = [20, 3, 11], [row for row in reversed(range(24)) if row not in (20, 3, 11)]
+
+    def of_rank(rank, made, number):
+        def total(tensor):
+            held[rank] = tensor.clone()
+            barrier.wait()
+            summed = held[0] + held[1]
+            barrier.wait()
+            return summed
+
+        return step(two[rank], [made[row] for row in rows[rank]], number, total, split=2)
+
+    for number in range(3):
+        made = responses(number)
+        want = step(one, made, number)
+        with ThreadPoolExecutor(2) as threads:
+            apart = [threads.submit(of_rank, rank, made, number) for rank in range(2)]
+        for place, row in enumerate(rows[0]):
+            torch.testing.assert_close(apart[0].result()[0][place], want[0][row], rtol=1e-4, atol=1e-7)
+            assert apart[0].result()[1][place].equal(want[1][row])
+        for other in two:
+            assert other.regression.labels == one.regression.labels
+            torch.testing.assert_close(other.regression._coefficient_F2, one.regression._coefficient_F2)
+            assert other.explained == pytest.approx(one.explained, rel=1e-3, abs=1e-6, nan_ok=True)
+
+
+def test_responses_and_units_are_drawn_anew_in_each_step_and_spread_over_a_response():
+    made, drawn, predictor = responses(0, 200), [0] * 200, Predictor(0.2, 4, 2)
+    packed, lists = packed_of(made), units_of(made)
+    predictor.regression.labels, predictor.regression.responses = world.ENOUGH
+    for seed in range(20):
+        batch = PredictedBatch(predictor, asked("oar_p", seed=seed), packed, torch.ones(200).bool(), torch.clone, CPU)
+        labelled = batch.labelled_T.split(packed.offsets.diff().tolist())
+        assert batch.scored_B.sum() in (40, 41), "a fifth; a bin may have one more"
+        for row in batch.scored_B.nonzero()[:, 0].tolist():
+            drawn[row] += 1
+            chosen = [labelled[row][list(unit)].tolist() for unit in lists[row]]
+            numbers, parts = [number for number, one in enumerate(chosen) if all(one)], min(4, len(chosen))
+            assert not any(any(one) and not all(one) for one in chosen), "whole units"
+            edges = [part * len(chosen) // parts for part in range(parts + 1)]
+            assert all(a <= number < b for number, (a, b) in zip(numbers, pairwise(edges), strict=True))
+    assert sum(map(bool, drawn)) > 180
+    assert max(drawn) < 12
+
+
+@pytest.mark.parametrize(
+    ("labels", "of", "fewest", "count", "want"),
+    [
+        (0, 0, 1, 50, 60),  # twice what is missing
+        (10, 3, 1, 50, 40),
+        (30, 0, 1, 50, 12),  # three responses
+        (30, 3, 1, 50, 4),
+        (30, 3, 20, 50, 20),
+        (30, 3, 20, 3, 12),  # all that there is
+    ],
+)
+def test_a_step_labels_as_many_as_are_needed(monkeypatch, labels, of, fewest, count, want):
+    monkeypatch.setattr(prediction, "FEWEST", fewest)
+    predictor = Predictor(1e-9, 4, 1)
+    predictor.regression.labels, predictor.regression.responses = labels, of
+    _, labelled = step(predictor, responses(0, count))
+    assert want <= torch.cat(labelled).sum() < want + 8, "a bin may have one more"
+
+
+def learn(predictor, score_U, *sizes):
+    feature_UF = torch.randn(len(score_U), regression.FEATURES, generator=torch.Generator().manual_seed(0))
+    predictor.learn(feature_UF, score_U, [*sizes])
+    predictor.end_step(torch.clone, CPU)
+    return predictor.predict(Features(*given_to_features(*responses(0, 1))))
+
+
+@pytest.mark.parametrize("bad", [[torch.nan, 1.0], [1.0, torch.inf], [0.0, 0.0], [1.0], [-1.0, -2.0]])
+def test_a_response_without_usable_scores_teaches_nothing(bad):
+    good, (clean, spoiled) = torch.rand(40), (Predictor(0.5, None, 1) for _ in range(2))
+    assert learn(clean, good, *[10] * 4).equal(
+        learn(spoiled, torch.cat([good, torch.tensor(bad)]), *[10] * 4, len(bad))
     )
-    scores = prediction.Scores(request.importance_object, 20, torch.device("cpu"), True)
-    batch.field(packed, scores, -torch.rand(20), [0, 1])
-    batch.learn(torch.arange(2), rows)
-    assert batch.end_step(every_B)[:, 3].tolist() == pytest.approx([share] * 2)
+    assert (spoiled.regression.labels, spoiled.regression.responses) == (40, 4)
 
 
-def _features(responses):
-    generator = torch.Generator().manual_seed(0)
-    offsets = torch.arange(0, 10 * responses + 1, 10)
-    segments_T = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1, 1, 1]).repeat(responses)
-    packed = prediction.Packed(torch.arange(10 * responses), segments_T, offsets)
-    scores = prediction.Scores(asked("random").importance_object, 10 * responses, torch.device("cpu"), True)
-    scores.hidden_TP.normal_(generator=generator)
-    return prediction.Features(packed, scores, -torch.rand(10 * responses, generator=generator))
+# ---- what is said
 
 
-def test_agreement_by_hand():
-    ten = torch.arange(10.0).double()
-    assert agreement(ten, ten) == (1.0, pytest.approx(1.0))
-    assert agreement(-ten, ten) == (0.0, pytest.approx(-1.0))
-    assert agreement(ten.where(ten != 8, -1.0), ten)[0] == 0.5
+def test_a_run_that_never_predicts_is_told_after_twenty_steps_and_once(caplog):
+    predictor, told = Predictor(0.5, None, 1), []
+    for _ in range(45):
+        learn(predictor, torch.tensor([1.0, torch.nan]), 2)
+        told.append(len(caplog.records))
+    assert predictor.learning == 45
+    assert (told[18], told[19], told[-1]) == (0, 1, 1)
+    assert "0 labels of 0 responses so far, needed 30 of 3" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_hidden_states_that_add_nothing_to_position_are_told_once(caplog, by_position):
+    predictor = Predictor(1.0, 60, 1)
+    with caplog.at_level(logging.WARNING, "oar_plugin"):
+        for number in range(6):
+            step(predictor, responses(number, 25, by_position, zeros=0.0), number)
+            assert len(caplog.records) == (by_position and number > 1), "not of the first labels"
+    assert (predictor.explained[0] > predictor.explained[1]) != by_position
+    assert all("position and probability alone" in message for message in caplog.messages)

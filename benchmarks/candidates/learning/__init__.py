@@ -11,7 +11,16 @@ from benchmarks.candidates.learning.onward import Onward, choice
 from oar_plugin.credit.gate import relative, two_level
 from oar_plugin.credit.importance import Importance, Parts
 
-__all__ = ["EntropyFactor", "Onward", "inverted"]
+__all__ = ["EntropyFactor", "Onward", "Position", "inverted"]
+
+
+class Position(Importance):
+    name = "Position"
+    help = "A control: the later, the more."
+    arbitrary_scale = False
+
+    def combine(self, parts: Parts) -> Tensor:
+        return parts.reasoning_BL.float().cumsum(-1)
 
 
 class EntropyFactor(Importance):

@@ -100,11 +100,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         self._replacement = replacement_token(self._oar, self.tokenizer)
         self._groups: dict[str, Group] = {}
-        self._share, self._scored_tokens = self._oar.amortize.share, 0  # of the responses to score, if not all
-
-    async def oar_score_share(self, share: float) -> None:
-        """Score this share of the responses from now on. The trainer calls this: the actor sees how good predictions are."""
-        self._share = share
+        self._labels = np.zeros(2)  # units that engines scored for this worker, and their responses
 
     async def _run_prompt(
         self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False, **more: Any
@@ -166,11 +162,11 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     status = Status.NOT_SCORED
                 record = record._replace(status=status)
                 if record.status == Status.SCORED:
-                    tokens = int((segments == Segment.REASONING).sum())
-                    self._scored_tokens += tokens  # before the wait: other responses are chosen in the meantime
+                    labels = np.array([(segments == Segment.REASONING).sum() / self._oar.perturbation.span, 1])
+                    self._labels += labels  # before the wait: other responses are chosen in the meantime
                     result, record = await self._score(output, segments, step)
                     if result.importance is None:
-                        self._scored_tokens -= tokens
+                        self._labels -= labels
                     else:
                         importance[:] = result.importance  # raises an error if the length is wrong
             fields = self._weighed(importance, segments, record.status)
@@ -181,12 +177,13 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return fields | {OFFLOAD: record.to_row()}
 
     def _chosen(self, output: ScoredOutput, step: int) -> bool:
-        """Whether the engines score a response. If not, the actor predicts its scores (`oar_plugin.passes.prediction`)."""
-        if self._share is None or self._scored_tokens < ENOUGH:
+        """Whether the engines score a response, for the actor's predictions (`oar_plugin.passes.prediction`) if not for all."""
+        share = self._oar.amortize.share
+        if share is None or (self._labels < ENOUGH).any():
             return True
         token_T = torch.tensor([*output.prompt_ids, *output.response_ids])
         seed = step_seed(self._oar.seed, max(step, 1))
-        return bool(hashed(response_seeds(token_T, torch.zeros_like(token_T), 1, seed)) < self._share)
+        return bool(hashed(response_seeds(token_T, torch.zeros_like(token_T), 1, seed)) < share)
 
     def _weighed(self, importance: np.ndarray, segments: np.ndarray, status: int) -> dict[str, Tensor]:
         if status != Status.SCORED:

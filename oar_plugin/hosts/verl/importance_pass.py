@@ -135,7 +135,7 @@ class ImportancePass:
         if kind.copies and not (predicted and predicted.scoring.predicts):
             scored_B = score_B & (status_B == Status.SCORED)
             importance = self._copies_importance(data, request, segments, scored_B)  # type: ignore[attr-defined]
-        if predicted is not None:  # what it predicts depends on the scores of this batch, those of copies too
+        if predicted is not None:  # computed scores, those of copies too, are labels; the gate gets predictions
             importance = predicted.learn(order, importance)
         if num_ahead < len(order) and not (request.importance_only and predicted is None):
             rest = order[num_ahead:]
@@ -154,8 +154,8 @@ class ImportancePass:
         for index, row in enumerate(importance):
             if not torch.isfinite(row).all():
                 importance[index], status_B[index] = torch.zeros_like(row), Status.NON_FINITE
-        prediction_B4 = None if predicted is None else predicted.end_step(status_B == Status.SCORED)
-        answer = weigh_rows(importance, segments, status_B, request.config, kind, prediction_B4)
+        prediction_3 = None if predicted is None else predicted.end_step()
+        answer = weigh_rows(importance, segments, status_B, request.config, kind, prediction_3)
         answer[SECONDS] = [torch.tensor([self._seconds() / len(segments)])] * len(segments)
         result["model_output"] |= {name: nested(rows) for name, rows in answer.items()}
         return result

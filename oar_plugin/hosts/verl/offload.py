@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.diagnostics import MEASURE_NAMES, Status
 from oar_plugin.hosts.verl.settings import MANAGER
 from oar_plugin.output import logger
 from oar_plugin.passes.request import FIELDS, MEASURES, SECONDS, STATUS, WEIGHTS, nested
@@ -59,7 +59,9 @@ def merged(data: Mapping[str, Tensor], asked_B: Tensor, padding_B: Tensor) -> tu
     for row in padding_B.nonzero()[:, 0].tolist():
         weights[row] = torch.ones_like(data["advantages"][row])
     status_B = torch.cat(chosen(STATUS)).masked_fill(padding_B, int(Status.NOT_NEEDED))
-    return nested(weights), status_B, pad_sequence(chosen(MEASURES), True, torch.nan)  # engines predict nothing
+    measure_BM = pad_sequence(chosen(MEASURES), True, torch.nan)
+    measure_BM[:, len(MEASURE_NAMES) :][:, :1].nan_to_num_(0.0)  # engines predict nothing
+    return nested(weights), status_B, measure_BM
 
 
 class OffloadRecord(NamedTuple):

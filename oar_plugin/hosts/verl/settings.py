@@ -35,7 +35,7 @@ class Refused(NamedTuple):
 
     def fault(self, value: Any, key: str | None = None) -> str:
         """Key, value, reason and what is allowed; `key`: where the value was found, if not in verl's configuration."""
-        allowed = ", ".join(str(one) for one in self.allowed if one is not None)
+        allowed = ", ".join(str(one) for one in self.allowed if one is not None) or "null"
         return f"{key or self.key}={value}: {self.reason}; allowed: {f'{self.key}=' if key else ''}{allowed}"
 
 

@@ -169,9 +169,6 @@ class OarTrainerMixin(TrainerCredit):
                 raise RuntimeError("verl changed the lengths of responses after importance was computed")
             product = weighted(data["advantages"].values(), weights.values())
             advantages = torch.nested.nested_tensor_from_jagged(product, weights.offsets())
-            if self.oar.offloads and (share := metrics.get("oar/amortize/share")):
-                for worker in self.agent_loop_manager.agent_loop_workers:
-                    worker.oar_score_share.remote(share)
         if SECONDS in data and not self._bypasses_log_probs():  # in bypass mode, the driver's timer has the whole pass
             self.timing_raw["oar"] += data[SECONDS].values().sum().item() / self._ranks()
         read = partial(tq.kv_batch_get, partition_id=batch.partition_id)

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
+from torch.distributions import Binomial
 
 from oar_plugin.credit.regression import COLUMNS, FEATURES
 from oar_plugin.hosts.verl.settings import context_parallel, resolve, switched_on, trainer_of
@@ -111,6 +113,9 @@ class Plan:
         filtered = bool(OmegaConf.select(self.config, "algorithm.filter_groups.enable"))
         self.rounds = [self.sequences, self.sequences * (1 / scored - 1) if filtered else 0.0]
         self.scored_share = 1.0 if filtered else scored
+        # The share of these whose importance is computed and not predicted, on the rank with most of them.
+        share, rows = self.settings and self.settings.amortize.share, self.sequences * self.scored_share / self.dp
+        self.computed = largest_share(max(1, round(rows)), share, self.dp) if share else 1.0
         # Rows that the probe reads, and tokens that get importance.
         self.answer = 1 if self.settings is not None and self.settings.probe == "last" else ASSUMED.answer
         self.reasoning = max(1.0, self.mean_response - self.answer)
@@ -178,6 +183,12 @@ def _rows(files: Any) -> int:
     paths = [Path(file) for file in ([files] if isinstance(files, str) else files)]
     rows = [known.KNOWN["rows"].get(f"{path.parent.name}/{path.stem}", 0) for path in paths]
     return sum(rows) if all(rows) else 0
+
+
+def largest_share(rows: int, share: float, ranks: int) -> float:
+    """Return the expected share of the rank with most, for which all wait. Each of a rank's `rows` is chosen by a hash."""
+    chances = Binomial(rows, torch.tensor(share).double()).log_prob(torch.arange(rows).double()).exp()
+    return (1 - chances.cumsum(0).clamp(max=1) ** ranks).sum().item() / rows
 
 
 def in_gib(sizes: tuple[float, float], digits: int = 1) -> str:
@@ -279,10 +290,10 @@ def trainer_passes(p: Plan) -> dict[str, tuple[float, float, int, int]]:
     added += oar.num_draws * 2 * p.flops_of("head", rows)
     if oar.importance_object.reads and "reasoning" not in starts:
         added += p.flops_of("head", p.reasoning)
-    if share := oar.amortize.share:  # each token is projected; of those with computed importance come sums of products
-        added = share * added + 2 * p.reasoning * (p.model.hidden_size * COLUMNS + share * FEATURES**2)
+    if oar.amortize.share:  # each token is projected; of those with computed importance come sums of products
+        added = p.computed * added + 2 * p.reasoning * (p.model.hidden_size * COLUMNS + p.computed * FEATURES**2)
     if added:
-        passes[IMPORTANCE] = p.sequences * p.scored_share * added, p.scored_share, forwards, oar.backwards
+        passes[IMPORTANCE] = p.sequences * p.scored_share * added, p.scored_share * p.computed, forwards, oar.backwards
     return passes
 
 
@@ -298,7 +309,7 @@ def step_seconds(p: Plan, efficiency: SimpleNamespace) -> Parts:
             start = p.mean_prompt + p.reasoning / 2 if oar.offloads or (p.cp == 1 and not p.fused) else 0.0
             copy = p.flops_of("layers", p.length, start) + p.flops_of("head", p.answer)
             flops = max(1.0, p.reasoning / oar.perturbation.span) * copy + p.flops_of("layers", p.length)
-            scored = p.sequences * p.scored_share * (oar.amortize.share or 1.0)
+            scored = p.sequences * p.scored_share * ((oar.amortize.share or 1.0) if oar.offloads else p.computed)
             seconds[COPIES] = max(0.0, scored * flops / rate - hidden)
         gate = ASSUMED.gate_s / p.dp + ASSUMED.driver_s
         seconds[GATE] = gate * p.sequences * p.config.data.max_response_length

@@ -32,7 +32,6 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance.base import Rows
 from oar_plugin.credit.importance.fisher import Fisher
-from oar_plugin.credit.noise import response_seeds, uniform
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.hosts.verl.ray_trainer import asking
 from oar_plugin.passes import prediction
@@ -389,16 +388,13 @@ def seeing(folder: str, layer: str, images: list[bool]) -> list[int] | str:
 
 
 def given_by_engines(engine: Any) -> list[torch.Tensor]:
-    """Importance in the second of two steps, where rollout engines score the rows that the actor chooses in "oar_p shared"."""
+    """Importance in the second of two steps; rollout engines score all rows in the first, and some in the second."""
     own, engine._predictor = run(engine, **cases.request("oar_p")), None
     values = request_of(**cases.request("oar_p shared"))
     values["config"]["perturbation"]["backend"] = "rollout"
     for step in range(2):
         data, statuses = ready(engine, EVERY), torch.cat(own[STATUS])
-        for row, ids in enumerate(data["input_ids"].unbind()):
-            seed_1 = response_seeds(ids, torch.zeros_like(ids), 1, 0)
-            if step and uniform(~seed_1, 1) >= world.SHARE and statuses[row] == Status.SCORED:
-                statuses[row] = Status.NOT_SCORED
+        statuses[world.SCORED[: 2 * step]] = Status.NOT_SCORED
         scored = [row * (status == Status.SCORED) for row, status in zip(own[IMPORTANCE], statuses, strict=True)]
         data[ENGINE_FIELDS[IMPORTANCE]] = world.nested(scored)
         data[ENGINE_FIELDS[STATUS]] = world.nested(statuses[:, None].unbind())
@@ -463,7 +459,7 @@ def double(folder: str) -> dict[str, Any]:
 
 def join() -> None:
     """Join the other processes."""
-    prediction.ENOUGH = world.ENOUGH
+    prediction.ENOUGH, prediction.FEWEST = world.ENOUGH, 1
     torch.set_num_threads(1)
     if get_device_name() == "cpu":
         dist.init_process_group("gloo")  # verl would ask for `cpu` twice

@@ -21,7 +21,7 @@ from transformers import (
 
 from benchmarks.tiny import words
 from oar_plugin.credit.answer import Segment, make_finder
-from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs, uniform
+from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
 from oar_plugin.credit.perturbation import importance_of_units, sample_replacements, units
 from oar_plugin.credit.regression import projected, token_features
 from oar_plugin.passes.masked_copies import Candidate
@@ -241,43 +241,43 @@ def fisher_coefficients(logits_RV: Tensor, sign_RV: Tensor) -> Tensor:
 
 # ---- importance that is predicted
 
-SHARE = 0.4  # of the responses, by their hashes: two
-ENOUGH = 30  # tokens, more than half of all of them: a first step scores all
+SHARE = 0.4  # of the responses: two
+ENOUGH = 30, 3  # labels, more than half of all of them, and responses: a first step scores all
 
 
 @cache
 def predicted(folder: Path, scores: Callable[[], dict[int, Tensor]], dtype: torch.dtype) -> dict[int, Tensor]:
     """Importance of each scored response in the second of two steps with the same batch. `scores`: of all responses."""
-    model, tokens = load_model(folder, dtype), {}
+    model, features, labels = load_model(folder, dtype), list[Tensor](), list[Tensor]()
+    reasoning = {row: segments_of(ROWS[row][1]) == Segment.REASONING for row in SCORED}
     for row in SCORED:
         prompt, response = encode()[row]
-        ids, segments = torch.cat([prompt, response]), segments_of(ROWS[row][1])
-        at_R = (segments == Segment.REASONING).nonzero()[:, 0] + len(prompt)
+        ids, at_R = torch.cat([prompt, response]), reasoning[row].nonzero()[:, 0] + len(prompt)
         with torch.no_grad():
             output = model(input_ids=ids[None], output_hidden_states=True)
         log_p = (output.logits[0, :-1] / TEMPERATURE).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        doubt_T = torch.zeros(len(ids)).index_put((at_R,), (1 - log_p[at_R - 1].exp()).float())
         hidden_TP, place_R = projected(output.hidden_states[-1][0]), torch.linspace(-1, 1, len(at_R))
-        feature_RF = token_features(hidden_TP[at_R], hidden_TP[at_R - 1], doubt_T[at_R], place_R)
-        chosen = uniform(~response_seeds(ids, torch.zeros_like(ids), 1, 0), 1)[0, 0] < SHARE
-        tokens[row] = segments, feature_RF.double(), bool(chosen)
+        doubt_R = (1 - log_p[at_R - 1].exp()).float()
+        features.append(token_features(hidden_TP[at_R], hidden_TP[at_R - 1], doubt_R, place_R))
+        labels.append(scores()[row][reasoning[row]])
+    fit_F, level = ridge([(1.0, *one) for one in zip(features, logs(labels), strict=True)])
+    found = {row: ((x - x.mean(0)).double() @ fit_F + level).exp() for row, x in zip(SCORED, features, strict=True)}
+    return {row: torch.zeros(len(keep)).masked_scatter(keep, found[row].float()) for row, keep in reasoning.items()}
 
-    def log_of(row: int) -> Tensor:
-        score_R = scores()[row][tokens[row][0] == Segment.REASONING].double()
-        return score_R.clamp_min(1e-6 * score_R.mean()).log()
 
-    gram = moment = torch.zeros(())
-    for row, (_, feature_RF, scored) in tokens.items():  # all at the first step, some at the second
-        log_R, weight = log_of(row), 0.95 + scored
-        gram = gram + weight * feature_RF.T @ feature_RF
-        moment = moment + weight * feature_RF.T @ (log_R - log_R.mean())
-    fit_F = torch.linalg.solve(gram + 100 * torch.eye(len(gram)).double(), moment)
-    levels, found = [log_of(row).mean() for row in SCORED if tokens[row][2]], {}
-    for row, (segments, feature_RF, scored) in tokens.items():
-        score_R = (feature_RF @ fit_F + sum(levels) / len(levels)).exp()
-        score_R = scores()[row][segments == Segment.REASONING] if scored else score_R
-        found[row] = torch.zeros(len(segments)).masked_scatter(segments == Segment.REASONING, score_R.float())
-    return found
+def logs(labels: list[Tensor]) -> list[Tensor]:
+    """Logarithms of the scores of a step, by response. None is below a millionth of their mean."""
+    return [one.double().clamp_min(1e-6 * torch.cat(labels).double().mean()).log() for one in labels]
+
+
+def ridge(
+    labels: Iterable[tuple[float, Tensor, Tensor]], columns: slice = slice(None), size: float = 100.0
+) -> tuple[Tensor, float]:
+    """Coefficients of features, and the mean logarithm, from responses: weight, features `[U, F]` and logarithms `[U]`."""
+    rows = [(w, (x - x.mean(0)).double()[:, columns], y) for w, x, y in labels]
+    gram, moment = sum(w * x.T @ x for w, x, _ in rows), sum(w * x.T @ (y - y.mean()) for w, x, y in rows)
+    level = sum(w * y.mean().item() for w, _, y in rows) / sum(w for w, *_ in rows)
+    return torch.linalg.solve(gram + size * torch.eye(len(gram)).double(), moment), level
 
 
 # ---- importance from masked copies, a whole forward for each

@@ -9,9 +9,20 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.count.derived import largest
 from benchmarks.count.shapes import at, dimensions
 from oar_plugin.runs.plan.known import KNOWN, NotPlannedError, PlanError, load_model
-from oar_plugin.runs.plan.planning import COPIES, GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE, Plan, temporary
+from oar_plugin.runs.plan.planning import (
+    COPIES,
+    GATE,
+    GENERATION,
+    IMPORTANCE,
+    LOG_PROB,
+    UPDATE,
+    Plan,
+    largest_share,
+    temporary,
+)
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 from tests.runs.plan.conftest import with_overrides
 
@@ -107,10 +118,21 @@ def test_copies_cost_more_than_a_gradient_by_their_number_and_length(fsdp):
     assert every > spans > s.seconds[IMPORTANCE]
     own_forward = s.sequences * s.scored_share * s.flops_of("layers", s.length) / (8 * 989e12 * 0.5)
     assert (every - own_forward) / (spans - own_forward) == pytest.approx(8)
-    assert some == pytest.approx(every / 4)
+    assert some == pytest.approx(every * plans[2].computed)
     assert some > plans[2].seconds[IMPORTANCE] > 0, "predictions are not free"
     assert whole > every, "no shared prefix with fused kernels"
     assert total(plans[3], LOG_PROB) < total(s, LOG_PROB), "no logits with fused kernels"
+
+
+def test_all_ranks_wait_for_the_one_with_most_chosen_rows(fsdp):
+    # Two rows each on two ranks: at least one is chosen in 15 of 16 cases, both of a rank in 7.
+    assert largest_share(2, 0.5, 2) == pytest.approx((15 + 7) / 16 / 2)
+    assert [largest_share(77, share, ranks) for share, ranks in ((0.1, 1), (1.0, 8))] == pytest.approx([0.1, 1.0])
+    key = "oar.amortize.share=0.125"
+    one, many = (Plan(changed(fsdp, key, f"trainer.nnodes={nodes}")) for nodes in (1, 64))
+    assert 0.125 < one.computed < 0.2 < 0.99 < many.computed, "of two rows, some rank of 512 chooses both"
+    assert one.passes[IMPORTANCE][1] == one.scored_share * one.computed
+    assert largest(8)[1] == pytest.approx(77 * largest_share(77, 1 / 8, 8), rel=0.01)
 
 
 def test_offload_takes_the_states_off_the_gpu_while_it_generates(fsdp):
