@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks.fidelity.estimators import REFERENCE
-from benchmarks.fidelity.predicted import PREDICTED
 from benchmarks.fidelity.responses import Response
 from benchmarks.fidelity.tables import Findings
 from benchmarks.report import COLOURS, subplots
@@ -37,11 +36,11 @@ def shade(weight: float) -> str:
 
 
 def draw(findings: Findings) -> Figure:
-    """Overlap beside cost, a row an estimator, the best above. Those that were added and predicted have other colours."""
+    """Overlap beside cost, a row an estimator, the best above. Those that were added have another colour."""
     rows = findings.summary.drop(index=REFERENCE)[::-1]
     figure, (overlap, cost) = subplots(1, 2, figsize=(8, 0.6 + 0.24 * len(rows)), sharey=True)
     for place, (name, row) in enumerate(rows.iterrows()):
-        colour, mean = COLOURS[1 if name in findings.added else 2 * (name in PREDICTED)], row.overlap
+        colour, mean = COLOURS[name in findings.added], row.overlap
         overlap.errorbar(
             mean.value, place, None, [[mean.value - mean.low], [mean.high - mean.value]], "o", color=colour
         )

@@ -17,7 +17,6 @@ from benchmarks.cache import cached
 from benchmarks.fidelity.estimators import REFERENCE, Score, added_estimators, counted_work, package_estimators
 from benchmarks.fidelity.language import LONGEST, Writer, language_source
 from benchmarks.fidelity.pictures import draw, page_of
-from benchmarks.fidelity.predicted import predicted_rows
 from benchmarks.fidelity.responses import Batch, Response, Source, task_sources
 from benchmarks.fidelity.scores import judged, top_overlap
 from benchmarks.fidelity.tables import (
@@ -115,12 +114,11 @@ def measure(settings: Settings, progress: Progress) -> Report:
 
 def _of_tasks(settings: Settings, sources: Iterable[Source], progress: Progress) -> Iterator[Rows]:
     for source in sources:
-        yield (found := judge(settings, source, progress))
-        yield predicted_rows(source.model, [found])
+        yield judge(settings, source, progress)
 
 
 def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iterator[Rows]:
-    """What `judge` returns for each kind and length, now or when it was kept in the folder, and what is predicted."""
+    """What `judge` returns for each kind and length, now or when it was kept in the folder."""
     # What a kind's and length's scores depend on.
     key = asdict(settings) | {"tasks": (), "out": None, "folder": None, "device": choose_device(settings.device).type}
 
@@ -128,13 +126,8 @@ def _of_language(settings: Settings, writer: Writer, progress: Progress) -> Iter
         asked = settings.responses, settings.seed, settings.questions, progress
         return judge(settings, language_source(writer, kind, length, *asked), progress)
 
-    found = []
     for kind, length in product(settings.kinds, LONGEST):
-        found.append(cached(settings.folder, f"{kind}_{length}", key, partial(judged_source, kind, length)))
-        yield found[-1]
-    progress(f"predicted scores of {settings.model}")
-    name = f"predicted_{'_'.join(settings.kinds)}"
-    yield cached(settings.folder, name, key, partial(predicted_rows, writer.model, found))
+        yield cached(settings.folder, f"{kind}_{length}", key, partial(judged_source, kind, length))
 
 
 def judge(settings: Settings, source: Source, progress: Progress) -> Rows:

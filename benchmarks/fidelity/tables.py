@@ -218,9 +218,7 @@ def notes_of(findings: Findings, model: str | None) -> list[str]:
         "Passes count tokens that went through the layers, over those of prompts and responses: masked copies read the prefix "
         "from a cache. A backward to the inputs alone costs about a forward. Time: seconds of all responses over those of a "
         "forward with logits, the median over sources.",
-        "Names: `fisher 4`: mean of 4 draws; `oar_p sampled`: a token is replaced by a drawn one; `oar_p, 1 in 8 "
-        "scored`: predicted from hidden states by a regression that is fitted on one response in eight, and judged on others; "
-        "costs are those of both kinds. Control: the same without hidden states.",
+        "Names: `fisher 4`: mean of 4 draws; `oar_p sampled`: a token is replaced by a drawn one.",
         "Left out: without an answer, without reasoning, or cut off. Right: share of all that were sampled.",
     ]
     if findings.causal:

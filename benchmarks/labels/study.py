@@ -19,7 +19,6 @@ from transformers import DynamicCache
 from benchmarks.cache import cached
 from benchmarks.fidelity.estimators import by_importance
 from benchmarks.fidelity.language import Writer, language_source
-from benchmarks.fidelity.predicted import features
 from benchmarks.fidelity.responses import Batch, Response, Source
 from benchmarks.labels.analysis import AGAIN, KINDS, POOL, ROUNDED, UNITS, Long, Scored, spread
 from benchmarks.labels.tables import report_on
@@ -29,6 +28,7 @@ from benchmarks.workload import check_at_least_one
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 from oar_plugin.credit.perturbation import Unit
+from oar_plugin.credit.regression import projected, token_features
 from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
 from oar_plugin.passes.request import Request
 
@@ -199,6 +199,17 @@ class Collector:
             for span, score_N in zip(SPANS, self.masked(model, response, asked), strict=True):
                 scores[kind, span] = score_N.tolist()
         return Long((at_R[-1] + 1 - at_R[start_N]).tolist(), scores)
+
+
+@torch.no_grad()
+def features(model: Any, response: Response, layers: Sequence[int]) -> list[Tensor]:
+    """The features of each reasoning token, float32 `[R, F]`, as the passes make them of the last layer."""
+    at_R, token_1T = response.reasoning_R, response.token_T[None]
+    out = model(token_1T, output_hidden_states=True)
+    log_prob_R = out.logits[0, at_R - 1].float().log_softmax(-1).gather(-1, token_1T[0, at_R, None])[:, 0]
+    rest = -torch.expm1(log_prob_R), torch.linspace(-1, 1, len(at_R))
+    projections = (projected(out.hidden_states[layer][0]) for layer in layers)
+    return [token_features(hidden_TP[at_R], hidden_TP[at_R - 1], *rest) for hidden_TP in projections]
 
 
 def drawn_from(batch_M: Tensor, token_T: Tensor, seed: int) -> Tensor:

@@ -32,11 +32,11 @@ NOTES = (
     "the last response may bring a few more. An empty cell: the pool has no more. Without hidden states: position and doubt.",
     "Intervals (±, half the width at 95 %) are percentile bootstraps over responses of the mean over draws. Variance "
     "explained: of all judged responses' centred log scores.",
-    "Long texts were written by other models, and read by this one after their question; masked copies with `pad`. Ten of "
-    "each size of unit begin at the same tokens. Error: difference of a unit's scores in bfloat16 and float32, on a CPU (the forward "
-    "without replacements whole, copies behind its cache); a GPU rounds otherwise. Order kept: rank correlation within a text. "
-    "The two largest: of a text's ten units, in float32. Distances beyond the longest text are extrapolated from the line of "
-    "log score on log distance.",
+    "Long texts were written by other models, and read by this one after their question; masked copies with `pad`. Ten units "
+    "of each size begin at the same tokens. Error: difference of a unit's scores in bfloat16 and float32, on a CPU (the "
+    "forward without replacements whole, copies behind its cache); a GPU rounds otherwise. Order kept: rank correlation within "
+    "a text. The two largest: of a text's ten units, in float32. Distances beyond the longest text are extrapolated from the "
+    "line of log score on log distance.",
 )  # fmt: skip
 
 
