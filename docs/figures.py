@@ -41,6 +41,24 @@ def rows_of(stem: str, start: str) -> list[dict[str, str]]:
 # ---- fidelity and marks
 
 
+def replacements() -> str:
+    """Exact OAR-P by what stands in the masked place, against the mean of the other kinds."""
+    shown = {
+        "pad": "padding token, which ends this model's turns",
+        "separator": "separator of documents",
+        "line break": "line break",
+        "sampled": "a draw from the model's prediction (`sampled`)",
+        "batch": "a reasoning token of another response",
+        "position": "**no copies: the later, the more**",
+    }
+    of = {row["score"]: row for row in rows_of("labels_smollm2_cpu", "What stands in the masked place")}
+    columns = "top 20 %", "beyond position", "top 20 % of position", "mean score"
+    return table(
+        " in the masked place | top 20 % of the others' mean | beyond position | top 20 % of position | mean score ",
+        [[label, *(of[name][column] for column in columns)] for name, label in shown.items()],
+    )
+
+
 REAL, TOYS = "fidelity_smollm2_cpu", "fidelity_cpu"
 ESTIMATORS = {
     "oar_p": "`oar_p` (exact)",
@@ -501,7 +519,7 @@ def one_gpu() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
-        fidelity_real, predicted_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
+        replacements, fidelity_real, predicted_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
         rivals, amortized, amortized_all_models, amortized_at_7b, in_sentences, confirmation,
         run_cost, projection, projection_sizes, predicted_steps, scaling, copies, copies_range, errors, faults,
         architectures, gpu_engines, gpu_peaks, one_gpu,
