@@ -12,7 +12,7 @@ from benchmarks.learning.tasks import TASKS
 from benchmarks.learning.warm_start import warm_model
 from benchmarks.report import Progress
 from benchmarks.tiny.model import sample
-from benchmarks.tiny.words import EVERY, PAD, text
+from benchmarks.tiny.words import PAD, VOCABULARY, text
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.probe import Probe
 
@@ -100,7 +100,7 @@ def _source(name: str, number: int, wanted: int, seed: int, progress: Progress) 
             token_T = torch.tensor([*problem.prompt, *row[:after]])
             segments_T = torch.tensor([int(Segment.OUTSIDE)] * before + reading.segments.tolist())
             causal_T = torch.tensor([place in reading.causal for place in range(-before, after)])
-            words = [f"{EVERY[token]} " for token in row[:after]]
+            words = [f"{VOCABULARY[token]} " for token in row[:after]]
             asks = text(problem.prompt)
             responses.append(Response(token_T, segments_T, causal_T, reading.right, asks, words))
     return Source(name, number, model, responses[:wanted], unusable, right / asked)

@@ -10,8 +10,7 @@ has as well, and sums are small ones.
 | `lookup`         | `A 5 ; B 4 ; C 0 ; ... 1 ?`           | `/ C 0 ; = B 4 ;` | likewise; what stands behind `/` never does  |
 | `chain_quiet`    | as `chain`                            |                   | filler has the entropy of results            |
 
-`parallel_2` and `chain_2` have two steps in place of four; imitators of `parallel_2_rare` are right less often. `sentences` are
-word problems (`benchmarks.learning.sentences`).
+`parallel_2` and `chain_2` have two steps in place of four; imitators of `parallel_2_rare` are right less often.
 
 In front of a step stand filler words. They are drawn from sixteen, with four times the entropy of a result; or, in
 `chain_quiet`, like a result that is wrong in one case of five: the same word four times out of five, else one of four others.
@@ -21,9 +20,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from benchmarks.learning.sentences import Sentences
 from benchmarks.tiny.tasks import Chain, Parallel, Problem, Reading, Step, Task
-from benchmarks.tiny.words import DIGITS, EVERY, NAMES, VOCABULARY, WORDS
+from benchmarks.tiny.words import DIGITS, NAMES, VOCABULARY, WORDS
 
 QUIET = ("so",) * 16 + WORDS[1:5]
 """An error rate of 0.2 over four wrong values, in words."""
@@ -32,7 +30,7 @@ _SUM = "+-"
 
 def wrong_results(task: Task, problem: Problem, response: Sequence[int], reading: Reading) -> tuple[int, ...]:
     """Positions of the results that do not follow from what stands before them in their own step."""
-    words = [EVERY[token] for token in response]
+    words = [VOCABULARY[token] for token in response]
     return tuple(at for at in reading.causal if task.result_of(problem, words, at) != words[at])
 
 
@@ -121,7 +119,6 @@ TASKS: dict[str, Task] = {
         NamedParallel("parallel_2", steps=2, filler=(5, 8), error_rate=0.36),
         NamedParallel("parallel_2_rare", steps=2, filler=(5, 8), error_rate=0.55),
         NamedChain("chain_2", steps=2, filler=(5, 8), error_rate=0.36),
-        Sentences("sentences", steps=5, filler=(0, 1), error_rate=0.33),
     )
 }
 """By name. Error rates are such that a perfect imitator is right in about 40 % of its attempts; `rare`: 20 %."""

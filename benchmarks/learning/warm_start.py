@@ -16,23 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.learning.sentences import Sentences
 from benchmarks.learning.tasks import TASKS, lessons
 from benchmarks.tiny.fast import head_of, rows_of
 from benchmarks.tiny.model import build_model
 from benchmarks.tiny.tasks import Task
 from benchmarks.tiny.warm_start import FILLER_WEIGHT, VALUE_WEIGHT, accuracy, batches, kept_weights, word_weights
-from benchmarks.tiny.words import EVERY as EVERY_WORD
-from benchmarks.tiny.words import PAD
+from benchmarks.tiny.words import PAD, VOCABULARY
 
 FORMAT = 1
 """Raised when training changes, so that models of an older version are not taken from disk."""
-HEAD = 32
-"""The smallest head that vLLM serves on a CPU."""
-SIZES = {"0.1M": (64, 2), "1M": (160, 4)}
-"""Hidden size and layers."""
+HIDDEN, LAYERS, HEAD = 64, 2, 32
+"""`HEAD` is the smallest that vLLM serves on a CPU."""
 BATCH, LEARNING_RATE, RAMP = 64, 3e-3, 30
-"""The rate is that of a hidden size of 64; of another it is in inverse proportion."""
 LEARNED, EVERY, LONGEST = 0.95, 50, 1000
 """A lesson is over at this share of right answers, each of the most likely tokens, asked for every so many steps; and a model
 that takes longer than this for one is stuck, and begins again with other weights."""
@@ -44,10 +39,6 @@ ENOUGH = 0.8
 """Share of right answers, each of the most likely tokens, of a model that knows its task. A perfect imitator has all of them
 right, however many errors it saw."""
 ASKED = 128
-SENTENCES = 32, 5e-3, 0.8, 50, 4000, 0.6
-"""`BATCH`, `LEARNING_RATE`, `LEARNED`, `EVERY`, `LONGEST` and `ENOUGH` of word problems, which are harder to learn.
-
-Their lessons are of whole problems: easier ones would hardly ever have as many steps as the question that ends the lesson."""
 Progress = Callable[..., object]
 
 
@@ -63,26 +54,26 @@ def warm_weights(name: str, number: int, progress: Progress = lambda *_: None) -
         StuckError: it did not learn the task.
     """
     task = TASKS[name]
-    recipe = [FORMAT, RAMP, IMITATION, ASKED, *_recipe(task), *SIZES[task.SIZE], HEAD]
-    words = [FILLER_WEIGHT, VALUE_WEIGHT, EVERY_WORD[: task.VOCAB], type(task).__name__, task.FILLER]
+    teaching = [BATCH, LEARNING_RATE, LEARNED, EVERY, LONGEST, ENOUGH]
+    recipe = [FORMAT, RAMP, IMITATION, ASKED, *teaching, HIDDEN, LAYERS, HEAD]
+    words = [FILLER_WEIGHT, VALUE_WEIGHT, VOCABULARY, type(task).__name__, task.FILLER]
     key = [asdict(task), number, recipe, words]
     return kept_weights("learning", f"{name}-{number}", key, lambda: _taught(task, number, progress))
 
 
-def _new(seed: int, task: Task) -> PreTrainedModel:
-    hidden, layers = SIZES[task.SIZE]
-    return build_model(seed, hidden, layers, heads=hidden // HEAD, vocab=task.VOCAB)
+def _new(seed: int) -> PreTrainedModel:
+    return build_model(seed, HIDDEN, LAYERS, heads=HIDDEN // HEAD)
 
 
 def _taught(task: Task, number: int, progress: Progress) -> PreTrainedModel:
     for attempt in range(ATTEMPTS):
-        model = _new(number + 1000 * attempt, task)
+        model = _new(number + 1000 * attempt)
         if teach(model, task, number, progress):
             break
     else:
         raise StuckError(f"task {task.name}, warm model {number}: stuck in {ATTEMPTS} attempts")
     share = accuracy(model, task, ASKED, greedy=True)
-    if share < _recipe(task)[-1]:
+    if share < ENOUGH:
         raise StuckError(f"task {task.name}, warm model {number}: right in {share:.0%} of its most likely answers")
     return model
 
@@ -90,13 +81,9 @@ def _taught(task: Task, number: int, progress: Progress) -> PreTrainedModel:
 def warm_model(name: str, number: int, progress: Progress = lambda *_: None) -> PreTrainedModel:
     """A new copy of it; see `warm_weights`."""
     weights = warm_weights(name, number, progress)
-    model = _new(number, TASKS[name])
+    model = _new(number)
     model.load_state_dict(weights)
     return model
-
-
-def _recipe(task: Task) -> tuple[int, float, float, int, int, float]:
-    return SENTENCES if isinstance(task, Sentences) else (BATCH, LEARNING_RATE, LEARNED, EVERY, LONGEST, ENOUGH)
 
 
 def teach(model: PreTrainedModel, task: Task, seed: int, progress: Progress = lambda *_: None) -> list[int]:
@@ -105,31 +92,27 @@ def teach(model: PreTrainedModel, task: Task, seed: int, progress: Progress = la
     Returns:
         The steps that each lesson took; none where one was not learned in `LONGEST`.
     """
-    size, rate, learned, every, longest, _ = _recipe(task)
-    rate *= SIZES["0.1M"][0] / model.config.hidden_size
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, betas=(0.9, 0.98))
     taken, rng = [], random.Random(seed)
     for lesson, filler in enumerate([(0, 0), task.filler]):
         whole = type(task)(task.name, task.steps, filler, 0.0)
-        taught = (
-            lessons(task, rng, filler) if lesson == 0 and not isinstance(task, Sentences) else itertools.repeat(whole)
-        )
-        stream = (next(batches(part, size, rng.getrandbits(32), None)) for part in taught)
-        for step, batch in enumerate(itertools.islice(stream, longest), 1):
-            _imitate(model, optimizer, *batch, rate * min(1.0, (step if lesson == 0 else RAMP) / RAMP))
-            if step % every == 0:
+        taught = lessons(task, rng, filler) if lesson == 0 else itertools.repeat(whole)
+        stream = (next(batches(part, BATCH, rng.getrandbits(32), None)) for part in taught)
+        for step, batch in enumerate(itertools.islice(stream, LONGEST), 1):
+            _imitate(model, optimizer, *batch, LEARNING_RATE * min(1.0, (step if lesson == 0 else RAMP) / RAMP))
+            if step % EVERY == 0:
                 share = accuracy(model, whole, ASKED, greedy=True)
                 progress(
                     f"teaching {task.name} to model {seed}, lesson {lesson + 1}: {share:.0%} right after {step} steps"
                 )
-                if share >= learned:
+                if share >= LEARNED:
                     break
         else:
             return []
         taken.append(step)
-    demonstrations: Iterator[tuple[Tensor, Tensor]] = batches(task, size, rng.getrandbits(32), None)
+    demonstrations: Iterator[tuple[Tensor, Tensor]] = batches(task, BATCH, rng.getrandbits(32), None)
     for step, batch in enumerate(itertools.islice(demonstrations, IMITATION)):
-        _imitate(model, optimizer, *batch, rate * 0.5 * (1 + math.cos(math.pi * step / IMITATION)))
+        _imitate(model, optimizer, *batch, LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * step / IMITATION)))
         progress(f"training model {seed} on {task.name}", step, IMITATION)
     optimizer.zero_grad()
     return taken

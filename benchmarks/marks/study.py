@@ -188,7 +188,7 @@ def judged(score_BL: Tensor, rollout: Rollout) -> Iterator[dict[str, float]]:
 def first_hit(score_R: np.ndarray, result_R: np.ndarray, wrong_R: np.ndarray) -> float:
     """Whether the highest score is in the step with the first wrong result; among equals, the share that is.
 
-    A step ends one token behind its result, with `;` or `.`.
+    A step ends one token behind its result, with `;`.
     """
     before_R = result_R.cumsum()
     step_R = np.concatenate([[0, 0], before_R[:-2]])[: len(before_R)]

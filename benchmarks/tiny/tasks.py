@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from benchmarks.tiny.words import EOS, MARK, MARKER, NUMBERS, VALUES, VOCABULARY, WORDS, encode, pieces
+from benchmarks.tiny.words import DIGITS, EOS, MARK, MARKER, VALUES, WORDS, encode, pieces
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
 
 _FINDER = make_finder(("hash",))
@@ -62,8 +62,6 @@ class Task(ABC):
 
     EQUALS: ClassVar[str] = "="  # stands before the results of a step, and nowhere else in the reasoning
     STEP_LENGTH: ClassVar[int] = 6  # most tokens of a step, filler not counted
-    VOCAB: ClassVar[int] = len(VOCABULARY)  # words that a model knows
-    SIZE: ClassVar[str] = "0.1M"  # parameters of a model that can learn it
     FILLER: ClassVar[Sequence[str]] = WORDS  # each filler word is one of these, all equally likely
 
     @abstractmethod
@@ -116,8 +114,10 @@ class Task(ABC):
 
     def result_of(self, problem: Problem, words: Sequence[str], at: int) -> str | None:
         """What the result at `at` ought to be by what stands before it in its own step; None: nothing follows."""
-        total = summed(words[max(0, at - 4) : at - 1])
-        return None if total is None else str(total % 10)
+        if at < 4 or words[at - 3] not in ("+", "-") or not {words[at - 4], words[at - 2]} <= {*DIGITS}:
+            return None
+        a, op, b = words[at - 4 : at - 1]
+        return str(_modulo_10(int(a), op, int(b)))
 
     def read(self, problem: Problem, response: Sequence[int]) -> Reading:
         """Find the answer, as the package does in any text, and the results by what stands before them."""
@@ -138,14 +138,6 @@ class Task(ABC):
             else:
                 in_results = token == equals
         return Reading(len(ids), ended, segments, right, tuple(causal))
-
-
-def summed(words: Sequence[str]) -> int | None:
-    """The value of `a + b` or `a - b`; None for other words."""
-    if len(words) != 3 or words[1] not in ("+", "-") or not {words[0], words[2]} <= {*NUMBERS}:
-        return None
-    a, op, b = words
-    return int(a) + int(b) if op == "+" else int(a) - int(b)
 
 
 class Parallel(Task):

@@ -1,4 +1,4 @@
-"""One small vocabulary of whole words for all tasks but word problems, which have `ENGLISH` behind it, and its tokenizer.
+"""One small vocabulary of whole words for all tasks, and its tokenizer.
 
 A token is a word with the space before it, so that the text reads as a tokenizer's would, and the answer is found in it as in
 any other text.
@@ -9,8 +9,6 @@ import string
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.tiny.english import ENGLISH, LARGEST, LEAD_WORDS
-
 DIGITS = tuple("0123456789")
 NAMES = tuple("ABCDEFGHIJ")
 MARKER = "####"
@@ -20,17 +18,13 @@ WORDS = ("so", "then", "now", "well", "ok", "next", "thus", "hmm", "we", "see", 
 SPECIAL = ("<pad>", "<eos>")
 VOCABULARY: tuple[str, ...] = (*DIGITS, *NAMES, *SYMBOLS, *WORDS, *SPECIAL)
 
-EVERY = (*VOCABULARY, *(word for word in ENGLISH if word not in VOCABULARY))
-"""Those of word problems too."""
-
-_ID = {word: index for index, word in enumerate(EVERY)}
+_ID = {word: index for index, word in enumerate(VOCABULARY)}
 PAD, EOS = _ID["<pad>"], _ID["<eos>"]
 MARK = _ID[MARKER]
-FILLER = frozenset(_ID[word] for word in (*WORDS, *LEAD_WORDS))
-NUMBERS = (*DIGITS, *map(str, range(10, LARGEST + 1)))
-VALUES = frozenset(_ID[word] for word in (*NUMBERS, *NAMES))
+FILLER = frozenset(_ID[word] for word in WORDS)
+VALUES = frozenset(_ID[word] for word in (*DIGITS, *NAMES))
 
-_PIECES = tuple(b"" if word in SPECIAL else f" {word}".encode() for word in EVERY)
+_PIECES = tuple(b"" if word in SPECIAL else f" {word}".encode() for word in VOCABULARY)
 
 
 def encode(words: Iterable[str]) -> list[int]:
