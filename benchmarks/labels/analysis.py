@@ -18,8 +18,8 @@ KINDS = ("pad", "separator", "line break", "sampled", "batch")
 """What stands in the masked place."""
 AGAIN, ROUNDED = "batch again", "pad, bfloat16"
 """A second draw; and scores as the labels have them. All others are float32."""
-POOL = ("pad", "batch")
-"""What regressions are fitted with: one fixed token, and one drawn anew for each label."""
+POOL = ("pad", "sampled", "batch")
+"""What regressions are fitted with: one fixed token, and two that are drawn anew for each label."""
 LABELS = (128, 256, 512, 1024, 2048, 4096, 8192)
 UNITS, SHOWN = (2, 4, 8, 16, None), 16
 """Labelled units of a response (None: all); and those that are shown in detail."""

@@ -174,7 +174,7 @@ def draw(agreed: pd.DataFrame, fitted: pd.DataFrame, spans: pd.DataFrame) -> Fig
     for colour, units in zip(COLOURS, UNITS, strict=False):
         rows = fitted[(fitted["units"] == (units or 0)) & (fitted["layer"] == "last")]
         for panel, column in ((left, "overlap"), (middle, "others beyond")):
-            for target, style in zip(POOL, ("o-", "s:"), strict=True):
+            for target, style in zip(POOL, ("o-", "^--", "s:"), strict=True):
                 means = rows[rows["target"] == target].groupby("wanted")[column].mean()
                 panel.plot(means.index, means, style, color=colour, label=f"{target}, {units or 'all'} of a response")
             panel.set(xscale="log", xlabel="labels", xticks=sorted(fitted["wanted"].unique()))
