@@ -150,17 +150,18 @@ def judge(log_R: Tensor, control_R: Tensor, row: Scored, name: str) -> dict[str,
 
 
 def rounded(texts: Iterable[Long]) -> pd.DataFrame:
-    """A row for each unit: its scores in both types. Reached: off by more than half of its score."""
+    """A row for each unit: its scores in both types, and the error of whole copies. Drowned: off by more than half."""
     rows = []
     for text, found in enumerate(texts):
         for (kind, span), score in found.scores.items():
             if kind == "float32":
-                narrow = found.scores["bfloat16", span]
+                narrow, whole = (found.scores[name, span] for name in ("bfloat16", "bfloat16, whole"))
                 rows += [
-                    {"text": text, "span": span, "distance": d, "score": max(a, 0.0), "narrow": max(b, 0.0)}
-                    for d, a, b in zip(found.distances, score, narrow, strict=True)
+                    {"text": text, "span": span, "distance": d, "score": max(a, 0.0), "narrow": max(b, 0.0), "whole": c}
+                    for d, a, b, c in zip(found.distances, score, narrow, whole, strict=True)
                 ]
     frame = pd.DataFrame(rows)
+    frame["whole"] = (frame["whole"].clip(lower=0.0) - frame["score"]).abs()
     off = (frame["narrow"] - frame["score"]).abs()
     return frame.assign(error=off, drowned=off > frame["score"] / 2)
 

@@ -159,10 +159,13 @@ class Collector:
         found = features(model, response, (-1, model.config.num_hidden_layers // 2))
         return Scored(scores, dict(zip(("last", "middle"), found, strict=True)), response.right)
 
-    def masked(self, model: Any, response: Response, asked: Iterable[tuple[Tensor | None, list[Unit]]]) -> list[Tensor]:
-        """Scores of units, float64 `[N]`, for each of what stands in the masked place."""
+    def masked(
+        self, model: Any, response: Response, asked: Iterable[tuple[Tensor | None, list[Unit]]], whole: bool = False
+    ) -> list[Tensor]:
+        """Scores of units, float64 `[N]`, for each of what stands in the masked place. `whole`: without a cached prefix."""
         config, token_T = OarConfig(importance="oar_p"), response.token_T
         copies = SharedCopies(model, Request(config, config.probe, SEED), MAX_TOKENS)
+        copies._shares_prefix &= not whole
         candidate, found = Candidate.of(token_T, response.segments_T[len(token_T) - len(response.words) :]), []
         for copies.given_T, units in asked:
             found.append(torch.tensor(copies.run(candidate, units), dtype=torch.float64))
@@ -195,8 +198,9 @@ class Collector:
         asked = [
             (pad_T, [tuple((at_R[at : at + span] - before).tolist()) for at in start_N.tolist()]) for span in SPANS
         ]
-        for kind, model in (("float32", self.writer.model), ("bfloat16", self.narrow())):
-            for span, score_N in zip(SPANS, self.masked(model, response, asked), strict=True):
+        models = {"float32": self.writer.model, "bfloat16": self.narrow(), "bfloat16, whole": self.narrow()}
+        for kind, model in models.items():
+            for span, score_N in zip(SPANS, self.masked(model, response, asked, "whole" in kind), strict=True):
                 scores[kind, span] = score_N.tolist()
         return Long((at_R[-1] + 1 - at_R[start_N]).tolist(), scores)
 

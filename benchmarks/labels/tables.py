@@ -34,9 +34,9 @@ NOTES = (
     "explained: of all judged responses' centred log scores.",
     "Long texts were written by other models, and read by this one after their question; masked copies with `pad`. Ten units "
     "of each size begin at the same tokens. Error: difference of a unit's scores in bfloat16 and float32, on a CPU (the "
-    "forward without replacements whole, copies behind its cache); a GPU rounds otherwise. Order kept: rank correlation within "
-    "a text. The two largest: of a text's ten units, in float32. Distances beyond the longest text are extrapolated from the "
-    "line of log score on log distance.",
+    "forward without replacements whole, copies behind its cache, or whole copies); a GPU rounds otherwise. Order kept: rank "
+    "correlation within a text. The two largest: of a text's ten units, in float32. Distances beyond the longest text are "
+    "extrapolated from the line of log score on log distance.",
 )  # fmt: skip
 
 
@@ -139,10 +139,18 @@ def details(fitted: pd.DataFrame) -> Table:
 def by_distance(spans: pd.DataFrame) -> Table:
     lines = []
     for (span, far), rows in spans.groupby(["span", pd.cut(spans["distance"], DISTANCES)], observed=True):
-        sizes = [f"{rows[column].median():.1e}" for column in ("score", "error")]
+        sizes = [f"{rows[column].median():.1e}" for column in ("score", "error", "whole")]
         of = f"{span}", f"{far.left + 1} to {far.right}", f"{len(rows)}"
         lines.append([*of, *sizes, f"{rows['drowned'].mean():.0%}"])
-    columns = "tokens of a unit", "to the answer", "units", "median score", "median error", "off by more than half"
+    columns = (
+        "tokens of a unit",
+        "to the answer",
+        "units",
+        "median score",
+        "median error",
+        "whole copies",
+        "off by more than half",
+    )
     return Table("Units of long texts: scores in float32, and their error in bfloat16", columns, lines)
 
 
