@@ -43,7 +43,9 @@ def test_a_fit_finds_what_scores_are_made_of_whatever_a_responses_level(units, m
     for level in torch.linspace(-50, 50, 110).double():
         feature_RF = torch.randn(20, 6, generator=generator)
         score_R = (level / 10 + feature_RF.double() @ torch.tensor([2.0, 0, 1, 0, 0, 0]).double()).exp()
-        pool.append(Scored({"pad": score_R, "sampled": score_R, "batch": score_R.flip(0)}, {"last": feature_RF + level}, True))
+        pool.append(
+            Scored({"pad": score_R, "sampled": score_R, "batch": score_R.flip(0)}, {"last": feature_RF + level}, True)
+        )
     (_, few, _), (_, labels, weight_F2N) = fits(pool, "last", units, 0)
     assert (few, labels) == ((16, 400) if units else (20, 400))
     assert weight_F2N[:, 0, 0].tolist() == pytest.approx([1.55, 0, 0.78, 0, 0, 0], abs=0.15)
