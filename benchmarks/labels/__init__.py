@@ -13,5 +13,5 @@ states. Named before anything was scored:
 
 examples:
   python -m benchmarks labels --questions gsm8k.jsonl --texts math.jsonl --folder parts --out DIR
-  python -m benchmarks labels --questions gsm8k.jsonl --texts math.jsonl --folder parts --no-collect    what there is by now
+  python -m benchmarks labels --questions gsm8k.jsonl --texts math.jsonl --folder parts --collect    what there is by now
 """

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch import Tensor
 from benchmarks.fidelity.scores import beyond_position, rank_correlation, top_overlap
 from benchmarks.report import Progress
 from benchmarks.statistics import Estimate
+from oar_plugin.credit.regression import Regression
+from oar_plugin.passes.prediction import LEAST, RIDGE
 
 KINDS = ("pad", "separator", "line break", "sampled", "batch")
 """What stands in the masked place."""
@@ -25,15 +28,15 @@ UNITS, SHOWN = (2, 4, 8, 16, None), 16
 """Labelled units of a response (None: all); and those that are shown in detail."""
 DRAWS = 8
 """Of which responses and units are labelled."""
-LEAST, RIDGE = 1e-6, 100.0  # as the package has them
-CONTROL = 4  # the last columns of the features: doubt, position, its square, 1
+COMPUTED, POSITION = "fisher", "position"
+"""What stands beside exact scores and predictions: an importance without copies, and the later, the more."""
 
 
 @dataclass(frozen=True)
 class Scored:
     """A response of R reasoning tokens, of which those without a label have NaN."""
 
-    scores: dict[str, Tensor]  # float64 [R], by what stands in the masked place; and `fisher`
+    scores: dict[str, Tensor]  # float64 [R], by what stands in the masked place; and `COMPUTED`
     features: dict[str, Tensor]  # float32 [R, F], by layer
     right: bool
 
@@ -71,10 +74,10 @@ def agreements(judged: Sequence[Scored]) -> pd.DataFrame:
     rows = list[dict[str, Any]]()
     for response, row in enumerate(judged):
         position_R = torch.arange(len(row.scores["pad"]), dtype=torch.float64)
-        for name, score_R in (row.scores | {"position": position_R}).items():
+        for name, score_R in (row.scores | {POSITION: position_R}).items():
             kind = {AGAIN: "batch", ROUNDED: "pad"}.get(name, name)
             of = {"name": name, "response": response, "mean": float(score_R.mean())}
-            of["position"] = top_overlap(score_R, position_R)
+            of[POSITION] = top_overlap(score_R, position_R)
             of |= {f"with {other}": top_overlap(score_R, row.scores[other]) for other in (*KINDS, AGAIN)}
             rows += [
                 of | {"but": but, **against(score_R, row, but)} for but in ([kind] if kind in KINDS else ["", *POOL])
@@ -90,36 +93,34 @@ def against(score_R: Tensor, row: Scored, but: str) -> dict[str, float]:
     return found | {"spearman": rank_correlation(score_R, mean_R)}
 
 
-def fits(pool: Sequence[Scored], layer: str, units: int | None, seed: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Labels wanted, labels, and coefficients on all columns and without hidden states, `[F, 2, N]` of `POOL`.
+def fits(
+    pool: Sequence[Scored], layer: str, units: int | None, seed: int
+) -> Iterator[tuple[int, int, dict[str, Regression]]]:
+    """Labels wanted, labels, and the package's regression of each of `POOL`.
 
     Features and targets are centred within each response. The last response may bring a few labels more.
     """
     rng, order, labels = random.Random(seed), list(range(len(pool))), 0
     rng.shuffle(order)
     wanted, size = list(LABELS), pool[0].features[layer].shape[1]
-    gram_FF, moment_FN = torch.zeros(size, size).double(), torch.zeros(size, len(POOL)).double()
-    control = slice(size - CONTROL, size)
+    sums = {name: torch.zeros(size, size + 1).double() for name in POOL}
 
-    def solved(columns: slice) -> Tensor:
-        found_FN = torch.zeros_like(moment_FN)
-        part = gram_FF[columns, columns]
-        found_FN[columns] = torch.linalg.solve(part + RIDGE * torch.eye(len(part)).double(), moment_FN[columns])
-        return found_FN
+    def fitted(sums_FG: Tensor) -> Regression:
+        regression = Regression(size, RIDGE)
+        regression.end_step(sums_FG, labels, 0)
+        return regression
 
     for row in (pool[index] for index in order):
         known_N = row.scores["pad"].isfinite().nonzero()[:, 0]
         chosen = known_N[spread(len(known_N), units, rng)]
         if len(chosen) < 2 or (units is None and len(known_N) < len(row.scores["pad"])):
             continue
-        feature_nF = row.features[layer][chosen].double()
-        feature_nF -= feature_nF.mean(0)
-        target_nN = torch.stack([centred_log(row.scores[name][chosen]) for name in POOL], 1)
-        gram_FF += feature_nF.T @ feature_nF
-        moment_FN += feature_nF.T @ target_nN
+        feature_nF = row.features[layer][chosen]
+        for name, sums_FG in sums.items():
+            sums_FG += Regression.sums(feature_nF - feature_nF.mean(0), centred_log(row.scores[name][chosen]))
         labels += len(chosen)
         while wanted and labels >= wanted[0]:
-            yield wanted.pop(0), labels, torch.stack([solved(slice(None)), solved(control)], 1)
+            yield wanted.pop(0), labels, {name: fitted(sums_FG) for name, sums_FG in sums.items()}
 
 
 def predictions(pool: Sequence[Scored], judged: Sequence[Scored], progress: Progress) -> pd.DataFrame:
@@ -128,12 +129,11 @@ def predictions(pool: Sequence[Scored], judged: Sequence[Scored], progress: Prog
     for draw in range(DRAWS):
         progress("regressions", draw, DRAWS)
         for layer, units in [*(("last", units) for units in UNITS), ("middle", SHOWN)]:
-            for wanted, labels, weight_F2N in fits(pool, layer, units, draw):
+            for wanted, labels, regressions in fits(pool, layer, units, draw):
                 key = {"layer": layer, "units": units or 0, "wanted": wanted, "labels": labels, "draw": draw}
-                for response, row in enumerate(judged):
-                    log_2NR = torch.einsum("rf,fcn->cnr", row.features[layer].double(), weight_F2N)
-                    for name, log_R, control_R in zip(POOL, *log_2NR, strict=True):
-                        rows.append(key | {"target": name, "response": response, **judge(log_R, control_R, row, name)})
+                for (response, row), (name, one) in product(enumerate(judged), regressions.items()):
+                    log_R, control_R = one.predict(row.features[layer]).double().T
+                    rows.append(key | {"target": name, "response": response, **judge(log_R, control_R, row, name)})
     return pd.DataFrame(rows)
 
 

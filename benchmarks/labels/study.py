@@ -20,7 +20,7 @@ from benchmarks.cache import cached
 from benchmarks.fidelity.estimators import by_importance
 from benchmarks.fidelity.language import Writer, language_source
 from benchmarks.fidelity.responses import Batch, Response, Source
-from benchmarks.labels.analysis import AGAIN, KINDS, POOL, ROUNDED, UNITS, Long, Scored, spread
+from benchmarks.labels.analysis import AGAIN, COMPUTED, KINDS, POOL, ROUNDED, UNITS, Long, Scored, spread
 from benchmarks.labels.tables import report_on
 from benchmarks.language.problems import KINDS as PROBLEMS
 from benchmarks.report import Progress, Report
@@ -155,7 +155,7 @@ class Collector:
         if judged:
             source = Source("", 0, model, [response], 0, 0.0, "", self.writer.pad, TEMPERATURE)
             one = Batch(source, [response], OarConfig().probe, SEED, MAX_TOKENS)
-            scores["fisher"] = by_importance(model, one, "fisher")[0].detach().double()[at_R]
+            scores[COMPUTED] = by_importance(model, one, COMPUTED)[0].detach().double()[at_R]
         found = features(model, response, (-1, model.config.num_hidden_layers // 2))
         return Scored(scores, dict(zip(("last", "middle"), found, strict=True)), response.right)
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.fidelity.tables import plus_minus
 from benchmarks.labels import analysis
-from benchmarks.labels.analysis import AGAIN, KINDS, POOL, SHOWN, UNITS, Long, Scored, of_responses
+from benchmarks.labels.analysis import AGAIN, COMPUTED, KINDS, POOL, POSITION, SHOWN, UNITS, Long, Scored, of_responses
 from benchmarks.language import smollm2
 from benchmarks.report import COLOURS, Progress, Report, Table, subplots
 
@@ -76,9 +76,9 @@ def cells(rows: pd.DataFrame, *values: str) -> list[str]:
 def replacements(agreed: pd.DataFrame) -> Table:
     lines, but_own = [], ~agreed["but"].isin(POOL) | agreed["name"].str.startswith(POOL)
     for name, rows in agreed[but_own].groupby("name", sort=False):
-        line = [str(name), *cells(rows, "overlap", "spearman", "beyond", "no separator", "position")]
+        line = [str(name), *cells(rows, "overlap", "spearman", "beyond", "no separator", POSITION)]
         line.append(plus_minus(of_responses(rows, f"with {AGAIN}")) if name == "batch" else "")
-        lines.append([*line, "" if name in ("fisher", "position") else f"{rows['mean'].mean():.3f}"])
+        lines.append([*line, "" if name in (COMPUTED, POSITION) else f"{rows['mean'].mean():.3f}"])
     columns = "score", "top 20 %", "Spearman", "beyond position", PLAIN, "top 20 % of position"
     title = "What stands in the masked place, against the mean of the other kinds"
     return Table(title, [*columns, "of a second draw", "mean score"], lines)
@@ -102,12 +102,12 @@ def by_rule(agreed: pd.DataFrame, fitted: pd.DataFrame) -> Table:
             mine = (
                 rows[rows["wanted"] == rows["wanted"].max()].groupby("response").mean(numeric_only=True).reset_index()
             )
-            fisher = mine["response"].map(beside[beside["name"] == "fisher"]["beyond"])
+            computed = mine["response"].map(beside[beside["name"] == COMPUTED]["beyond"])
             values = cells(mine, "others overlap", "others beyond", "others no separator")
             name = f"predicted, {layer} layer: {mine['labels'].mean():,.0f} labels, {units or 'all'} of a response"
-            gain = plus_minus(of_responses(mine.assign(gain=mine["others beyond"] - fisher), "gain"), "+")
+            gain = plus_minus(of_responses(mine.assign(gain=mine["others beyond"] - computed), "gain"), "+")
             lines.append([name, target, *values, gain])
-        for name in ("fisher", "position"):
+        for name in (COMPUTED, POSITION):
             rows = beside[beside["name"] == name].reset_index()
             lines.append([name, f"not {target}", *cells(rows, "overlap", "beyond", "no separator"), ""])
     columns = "credit", "fitted with", "top 20 %", "beyond position", PLAIN, "beyond position, minus `fisher`"
@@ -187,7 +187,7 @@ def draw(agreed: pd.DataFrame, fitted: pd.DataFrame, spans: pd.DataFrame) -> Fig
                 panel.plot(means.index, means, style, color=colour, label=f"{target}, {units or 'all'} of a response")
             panel.set(xscale="log", xlabel="labels", xticks=sorted(fitted["wanted"].unique()))
     middle.axhline(
-        agreed[agreed["name"] == "fisher"]["beyond"].mean(), color=COLOURS[-1], linestyle="--", label="fisher"
+        agreed[agreed["name"] == COMPUTED]["beyond"].mean(), color=COLOURS[-1], linestyle="--", label=COMPUTED
     )
     for colour, (span, rows) in zip(COLOURS, spans.groupby("span"), strict=False):
         means = rows.groupby(pd.cut(rows["distance"], DISTANCES), observed=True)[

@@ -24,8 +24,9 @@ def labelled(predictor: Predictor | None, request: Request, rollout: Any) -> Ten
         return reasoning_BL
     packed = packed_rows(rollout.token_BL, rollout.segments_BL, rollout.mask_BL)[0]
     seed_B = response_seeds(packed.token_T, packed.response_T, len(reasoning_BL), request.seed)
-    threshold = predictor.threshold(packed, seed_B, reasoning_BL.any(-1), lambda tensor: tensor)
-    return torch.zeros_like(reasoning_BL).masked_scatter(reasoning_BL, predictor.labelled(packed, seed_B, threshold))
+    units = Units(packed, predictor.span)
+    threshold = predictor.threshold(units, seed_B, reasoning_BL.any(-1), lambda tensor: tensor)
+    return torch.zeros_like(reasoning_BL).masked_scatter(reasoning_BL, predictor.labelled(units, seed_B, threshold))
 
 
 def with_predictions(
@@ -48,7 +49,8 @@ def with_predictions(
         part_bL[mask_bL] = predictor.predict(features)
         importance_BL[here] = part_bL
         units = Units(packed, predictor.span, labelled_BL[here][mask_bL])
-        predictor.learn(features.of_units(units), units.mean(score_BL[here][mask_bL]), units.count_B.tolist())
+        score_U = units.mean(score_BL[here][mask_bL].__getitem__, CPU)
+        predictor.learn(units.mean(features.of, CPU), score_U, units.count_B.tolist())
     predictor.end_step(lambda tensor: tensor, CPU)
     return importance_BL
 

@@ -41,18 +41,21 @@ class PredictedBatch:
         self.scoring = request if given is None else replace(request, predicts=True)
         self.predicting = replace(request, predicts=True)
         if given is None:
-            self._threshold = predictor.threshold(packed, self._seeds(packed), usable_B, self._total)
-            self.labelled_T = self._labelled(packed)  # bool, tokens of the units that are scored
+            units, seed_B = self._units(packed)
+            self._threshold = predictor.threshold(units, seed_B, usable_B, self._total)
+            self.labelled_T = self._labelled(packed, units, seed_B)
             self.scored_B = usable_B & (packed.response_T[self.labelled_T].bincount(minlength=len(usable_B)) > 0)
         else:
             self._threshold, self.scored_B = torch.inf, usable_B & given[1]  # `learn` leaves out rows without scores
 
-    def _seeds(self, packed: Packed) -> Tensor:
-        return response_seeds(packed.token_T, packed.response_T, len(packed.offsets) - 1, self._request.seed)
+    def _units(self, packed: Packed) -> tuple[Units, Tensor]:
+        """All units, and the seeds of this step by which some are chosen."""
+        seed_B = response_seeds(packed.token_T, packed.response_T, len(packed.offsets) - 1, self._request.seed)
+        return Units(packed, self.predictor.span), seed_B
 
-    def _labelled(self, packed: Packed) -> Tensor:
+    def _labelled(self, packed: Packed, units: Units, seed_B: Tensor) -> Tensor:
         """Tokens of the units that are scored, bool `[T]`."""
-        labelled_N = self.predictor.labelled(packed, self._seeds(packed), self._threshold)
+        labelled_N = self.predictor.labelled(units, seed_B, self._threshold)
         return packed.reasoning_T.masked_scatter(packed.reasoning_T, labelled_N)
 
     def field(self, packed: Packed, scores: Scores, log_prob_T: Tensor, rows: Sequence[int]) -> Tensor:
@@ -64,8 +67,9 @@ class PredictedBatch:
         predicted_T = self.predictor.predict(features)
         if not self._scoring:
             return predicted_T
-        units, sizes = Units(packed, self.predictor.span, self._labelled(packed)), packed.offsets.diff().tolist()
-        self._kept.append((rows, sizes, units, features.of_units(units), predicted_T))
+        labelled_T, sizes = self._labelled(packed, *self._units(packed)), packed.offsets.diff().tolist()
+        units = Units(packed, self.predictor.span, labelled_T)
+        self._kept.append((rows, sizes, units, units.mean(features.of, self._device), predicted_T))
         if self._given is not None:
             return torch.zeros(len(packed.token_T))
         return importance_of_scores(self.scoring, packed, scores)
@@ -88,7 +92,9 @@ class PredictedBatch:
                 own_L = computed[row] if self.scored_B[row] else torch.full_like(computed[row], torch.nan)
                 parts.append(pad(own_L, (size - len(own_L), 0)))
                 found[row] = part[size - len(found[row]) :]
-            self.predictor.learn(feature_UF, units.mean(torch.cat(parts)), units.count_B.tolist())
+            self.predictor.learn(
+                feature_UF, units.mean(torch.cat(parts).__getitem__, torch.device("cpu")), units.count_B.tolist()
+            )
         self._kept = []
         return found
 

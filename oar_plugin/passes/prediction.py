@@ -35,25 +35,30 @@ class Units:
     """Units of a micro-batch, in order, of at most `span` tokens (`oar_plugin.credit.perturbation.units`).
 
     `labelled_T`: bool, tokens of the units that are held. None: of all. `count_B`: units held of each response. `at_Us`: packed
-    positions of each one's tokens, then -1. `number_N`: of the unit of each reasoning token, among all units.
+    positions of each one's tokens, then -1. `number_N` and `response_N`: of each reasoning token, its unit among all, and row.
     """
 
     def __init__(self, packed: Packed, span: int, labelled_T: Tensor | None = None) -> None:
         reasoning_T, response_T = packed.reasoning_T, packed.response_T
         at_N, index_N = reasoning_T.nonzero()[:, 0], torch.arange(int(reasoning_T.sum()))
-        response_N = response_T[at_N]
+        self.response_N = response_T[at_N]
         begins_N = at_N.diff(prepend=at_N[:1] - 2) > 1  # between two responses is a prompt
         place_N = (index_N - index_N.where(begins_N, 0).cummax(0)[0]) % span
         kept_N = torch.ones_like(begins_N) if labelled_T is None else labelled_T[at_N]
         self.number_N = (place_N == 0).cumsum(0) - 1
-        self.count_B = response_N[kept_N & (place_N == 0)].bincount(minlength=len(packed.offsets) - 1)
+        self.count_B = self.response_N[kept_N & (place_N == 0)].bincount(minlength=len(packed.offsets) - 1)
         unit_n = (kept_N & (place_N == 0))[kept_N].cumsum(0) - 1
         self.at_Us = torch.full((int(self.count_B.sum()), span), -1)
         self.at_Us[unit_n, place_N[kept_N]] = at_N[kept_N]
 
-    def mean(self, value_T: Tensor) -> Tensor:
-        """The mean of each unit's tokens, `[U]`, on the CPU."""
-        return value_T[self.at_Us].where(self.at_Us >= 0, 0.0).sum(-1) / (self.at_Us >= 0).sum(-1)
+    def mean(self, value: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
+        """The mean over each unit's tokens, `[U, ...]`, of what `value` returns for packed positions on a device."""
+        means = []
+        for at_us in to_device(device, self.at_Us)[0].split(max(1, CHUNK // self.at_Us.shape[1])):
+            value_us = value(at_us.flatten()).unflatten(0, at_us.shape)
+            there_us = (at_us >= 0).view(*at_us.shape, *[1] * (value_us.ndim - 2))
+            means.append(value_us.where(there_us, 0.0).sum(1) / there_us.sum(1))
+        return torch.cat(means)
 
 
 class Features:
@@ -78,14 +83,6 @@ class Features:
         doubt_n = -torch.expm1(self._log_prob_T[at_n])
         return token_features(self._hidden_TP[at_n], self._hidden_TP[at_n - 1], doubt_n, self._position_T[at_n])
 
-    def of_units(self, units: Units) -> Tensor:
-        """The means of each unit's tokens, float32 `[U, F]`."""
-        parts = []
-        for at_us in to_device(self.at_N.device, units.at_Us)[0].split(max(1, CHUNK // units.at_Us.shape[1])):
-            feature_usF, there_us1 = self.of(at_us.flatten()).unflatten(0, at_us.shape), (at_us >= 0)[..., None]
-            parts.append(feature_usF.where(there_us1, 0.0).sum(1) / there_us1.sum(1))
-        return torch.cat(parts)
-
 
 class Predictor:
     """Predicts the scores of all responses from those of some units. See `AmortizeConfig` for `share` and `units`.
@@ -109,12 +106,12 @@ class Predictor:
         """The gate would amplify what few labels say as much as what many do."""
         return self.regression.labels >= ENOUGH[0] and self.regression.responses >= ENOUGH[1]
 
-    def threshold(self, packed: Packed, seed_B: Tensor, usable_B: Tensor, total: Callable[[Tensor], Tensor]) -> float:
+    def threshold(self, units: Units, seed_B: Tensor, usable_B: Tensor, total: Callable[[Tensor], Tensor]) -> float:
         """The hash below which a response is labelled (`labelled`), the same for all ranks and numbers of ranks.
 
         `total` sums a tensor over the ranks that hold different rows. `seed_B`: `response_seeds`, of this step.
         """
-        labels_B = Units(packed, self.span).count_B.clamp_max(self._units or len(packed.token_T))
+        labels_B = units.count_B.clamp_max(self._units or len(units.number_N))
         bin_B = (hashed(seed_B)[usable_B] * BINS).long().clamp_max(BINS - 1)
         # `learn` leaves single labels out.
         found_2B = torch.stack([labels_B * (labels_B > 1), torch.ones_like(labels_B)])[:, usable_B]
@@ -126,12 +123,11 @@ class Predictor:
         few_K = (sum_2K[0] < labels) | (sum_2K[1] < responses)
         return (int(few_K.sum()) + 1) / BINS  # the end of the first bin with enough
 
-    def labelled(self, packed: Packed, seed_B: Tensor, threshold: float) -> Tensor:
+    def labelled(self, units: Units, seed_B: Tensor, threshold: float) -> Tensor:
         """Which of the N reasoning tokens belong to units that are scored, bool `[N]`."""
-        units = Units(packed, self.span)
         chosen_B1 = hashed(seed_B)[:, None] < threshold
         if self._units is None:
-            return chosen_B1[packed.response_T[packed.reasoning_T], 0]
+            return chosen_B1[units.response_N, 0]
         # One unit of each of as many parts of a response, which are about equally long.
         count_B1, part_K = units.count_B[:, None], torch.arange(self._units)
         parts_B1 = count_B1.clamp(1, self._units)
@@ -186,12 +182,8 @@ class Predictor:
         """Says that nothing is predicted, or nothing that position and probability would not tell."""
         self.learning = 0 if ready else self.learning + 1
         if self.learning == STEPS:
-            text = (
-                "OAR: nothing was predicted for %d steps, which were plain GRPO: %.0f labels of %.0f responses so far, "
-            )
-            text += (
-                "needed %d of %d. Are there scores (oar/fallback)? If so use larger batches, or %s.amortize.share=null"
-            )
+            text = "OAR: %d steps without predictions, which were plain GRPO: %.0f labels of %.0f responses so far, needed "
+            text += "%d of %d. Are there scores (oar/fallback)? If so use larger batches, or %s.amortize.share=null"
             logger.warning(text, STEPS, self.regression.labels, self.regression.responses, *ENOUGH, PREFIX)
         judged, variance, error, surface = self._judged_4.tolist()
         if variance:

@@ -87,7 +87,9 @@ def nested(rows: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def replacement_fault(token: int | None, tokenizer: Any, eos_ids: Collection[int]) -> str | None:
     """A sentence about `replacement_token`, if it ends responses or, by its name, documents (`docs/oar-p.md`)."""
-    name = "" if token is None else str(tokenizer.convert_ids_to_tokens(token))
+    if token is None:
+        return None
+    name = str(tokenizer.convert_ids_to_tokens(token))
     if token not in eos_ids and not re.search(r"end[\W_]?of[\W_]?(text|document|sentence)|</s>", name, re.IGNORECASE):
         return None
     says = f"{name!r} ends responses or separates documents. In a copy it says that the text before it has ended, and scores"

@@ -46,10 +46,11 @@ def test_a_fit_finds_what_scores_are_made_of_whatever_a_responses_level(units, m
         pool.append(
             Scored({"pad": score_R, "sampled": score_R, "batch": score_R.flip(0)}, {"last": feature_RF + level}, True)
         )
-    (_, few, _), (_, labels, weight_F2N) = fits(pool, "last", units, 0)
+    (_, few, _), (_, labels, regressions) = fits(pool, "last", units, 0)
+    weight_F2 = regressions["pad"].predict(torch.eye(6))
     assert (few, labels) == ((16, 400) if units else (20, 400))
-    assert weight_F2N[:, 0, 0].tolist() == pytest.approx([1.55, 0, 0.78, 0, 0, 0], abs=0.15)
-    assert weight_F2N[:2, 1].abs().max() == 0, "the control does not see them"
+    assert weight_F2[:, 0].tolist() == pytest.approx([1.55, 0, 0.78, 0, 0, 0], abs=0.15)
+    assert weight_F2[:2, 1].abs().max() == 0, "the control does not see them"
     assert centred_log(torch.tensor([0.0, 1.0])).isfinite().all()
 
 
