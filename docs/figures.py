@@ -9,7 +9,6 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -248,76 +247,108 @@ def rivals() -> str:
     return table(head, rows) + "\nGRPO: mean reward {} and {}; {} and {} trainings fell apart.\n".format(*grpo)
 
 
-AMORTIZED = {
-    "`oar_p`, 1 response in 8 scored": "oar_p/8",
-    "`fisher`, 1 in 8 scored": "fisher/8",
-    "`decision`, 1 in 8 scored": "decision/8",
-    "`value`": "value",
-    "`fisher`, all scored (default)": "fisher",
-    "control: predicted `oar_p`, inverted": "inverted",
-    "control: `value` without hidden states": "doubt",
-    "control: `value`, outcomes shuffled": "shuffled",
+LABELS = {
+    "predicted `oar_p`, 123 labels a step": "oar_p/123",
+    "predicted `oar_p`, 31 labels": "oar_p/31",
+    "predicted `fisher`, 1 response in 8 labelled": "fisher/8",
+    "`fisher` of all (default)": "fisher",
+    "control: **position: the later, the more**": "position",
+    "control: predicted `oar_p` without hidden states": "surface",
     "control: random": "random",
+    "control: predicted `oar_p`, turned round": "inverted",
 }
-AT_7B = {"fisher/8": "fisher, 1 in 8", "fisher": "fisher"}
-"""Methods, and their names on the page of counts."""
 IN_STEPS = {
     "parallel_2": "`parallel`, two steps",
     "chain_2": "`chain`, two steps",
     "parallel": "`parallel`, four",
     "chain": "`chain`, four",
 }
+TWO, FOUR = list(IN_STEPS)[:2], list(IN_STEPS)[2:]
+FITTED = "predicted, last layer: 2,057 labels, 16 of a response"
 
 
-def amortized() -> str:
-    """Gains at equal steps."""
+def labels_learned() -> str:
+    """Gains at equal steps, pairs ahead, and what fell apart."""
     rows = []
-    for label, name in AMORTIZED.items():
-        of = [against_grpo("learning_amortized", task)[name] for task in IN_STEPS]
+    for label, name in LABELS.items():
+        of = [against_grpo("learning_labels", task)[name] for task in IN_STEPS]
         fallen = sum(int(row["fell apart"].split()[0]) for row in of)
-        pairs = [ahead("learning_amortized", tasks, name) for tasks in (list(IN_STEPS)[:2], list(IN_STEPS)[2:])]
+        pairs = [ahead("learning_labels", tasks, name) for tasks in (TWO, FOUR)]
         rows.append([label, *map(gained, of), *pairs, str(fallen)])
-    head = f" credit | {' | '.join(IN_STEPS.values())} | pairs ahead, two steps | four | fell apart "
-    return table(head, rows)
+    return table(f" credit | {' | '.join(IN_STEPS.values())} | pairs ahead, two steps | four | fell apart ", rows)
 
 
-def amortized_all_models() -> str:
-    """Predicted `fisher` minus GRPO and minus computed `fisher`, also without the trim of the page."""
-    from benchmarks.learning.comparison import gain, signed
+def labels_all_models() -> str:
+    """Gains of all models; bold where p is below 0.05, corrected like the page's."""
+    from benchmarks.learning.comparison import SIGNIFICANT, gain, signed
     from benchmarks.statistics import holm
 
-    plan, runs = judged("learning_amortized", "amortized")
-    whole, computed = replace(plan, trim=0.0), runs[runs["method"] != "grpo"].replace({"method": {"fisher": "grpo"}})
-    kinds = {
-        "GRPO, all models": (whole, runs),
-        "computed `fisher`, best and worst model left out": (plan, computed),
-        "computed `fisher`, all models": (whole, computed),
+    plan, runs = judged("learning_labels", "labels")
+    named = {label: name for label, name in LABELS.items() if name in plan.named}
+    of = {(name, task): gain(plan, runs, task, name, trimmed=False) for name in named.values() for task in IN_STEPS}
+    corrected = dict(zip(of, holm([p for _, p in of.values()]), strict=True))
+
+    def cell(key: tuple[str, str]) -> str:
+        return f"**{signed(of[key][0])}**" if corrected[key] < SIGNIFICANT else signed(of[key][0])
+
+    rows = ([label, *(cell((name, task)) for task in IN_STEPS)] for label, name in named.items())
+    return table(f" credit, all models | {' | '.join(IN_STEPS.values())} ", rows)
+
+
+def labels_at_7b() -> str:
+    """Gains at equal FLOPs if importance cost what it was counted to cost a 7B model."""
+    plan, _ = judged("learning_labels", "labels")
+    of = {
+        task: {row["method"]: row["at the costs of 7B"] for row in rows_of("learning_labels", f"{task}: gain at equal")}
+        for task in IN_STEPS
     }
-    rows = [[label, *(signed(gain(*of, task, "fisher/8")[0]) for task in IN_STEPS)] for label, of in kinds.items()]
-    named = list(AMORTIZED.values())[:4]
-    p = [gain(whole, runs, task, name)[1] for task in IN_STEPS for name in named]
-    of_fisher = slice(named.index("fisher/8"), None, 4)
-    tests = zip(p[of_fisher], holm(p)[of_fisher], strict=True)
-    rows.insert(1, ["p of that (corrected)", *(f"{one:.2g} ({corrected:.2g})" for one, corrected in tests)])
-    return table(f" `fisher`, 1 in 8 scored, minus | {' | '.join(IN_STEPS.values())} ", rows)
-
-
-def amortized_at_7b() -> str:
-    """Gains at equal FLOPs if a step's importance cost what it was counted to cost a 7B model."""
-    import numpy as np
-
-    from benchmarks.learning.comparison import gain, signed
-
-    plan, runs = judged("learning_amortized", "amortized")
-    counted = rows_of("count", "Where importance runs")
-    of_7b = {row["importance"]: row for row in counted if "7B" in row["model"] and row["response"] == "4,096"}
-    rows = []
-    for label, name in ((label, name) for label, name in AMORTIZED.items() if name in AT_7B):
-        added = float(of_7b[AT_7B[name]]["in the log-prob pass"].split()[0]) / 100
-        runs["flops"] = [np.full(plan.steps, 1 + added * (method == name)) for method in runs["method"]]
-        gains = [signed(gain(plan, runs, task, name, "flops")[0]) for task in IN_STEPS]
-        rows.append([label, f"{100 * added:.2g} %", *gains])
+    named = ((label, name) for label, name in LABELS.items() if name in plan.named)
+    rows = ([label, f"{100 * plan.added[name]:.3g} %", *(of[task][name] for task in IN_STEPS)] for label, name in named)
     return table(f" credit | adds to log-probs and update | {' | '.join(IN_STEPS.values())} ", rows)
+
+
+def labels_fidelity() -> str:
+    """Against the mean of exact scores with other replacements than the one that was fitted with."""
+    rows = rows_of("labels_smollm2_cpu", "Against the mean of the kinds")
+    shown = {
+        "predicted `oar_p`, 1,024 labels, 8 units of a response": "predicted, last layer: 1,024 labels, 8 of a response",
+        "predicted `oar_p`, 2,057 labels, 16 units": FITTED,
+        "the same from a middle layer": FITTED.replace("last", "middle"),
+        "`fisher`": "fisher",
+        "**position: the later, the more**": "position",
+    }
+    columns = "top 20 %", "beyond position", "beyond position, minus `fisher`"
+    of = {row["credit"]: row for row in rows if row["fitted with"].endswith("sampled")}
+    lines = ([label, *(of[name][column] for column in columns)] for label, name in shown.items())
+    return table(" scores | overlap | beyond position | minus `fisher` ", lines)
+
+
+def labels_rule() -> str:
+    """Each condition on the default, with what came."""
+    fitted = {
+        row["credit"]: row
+        for row in rows_of("labels_smollm2_cpu", "Against the mean of the kinds")
+        if row["fitted with"].endswith("sampled")
+    }
+    four = [against_grpo("learning_labels", task)["oar_p/123"]["not trimmed"] for task in FOUR]
+    added = {row["choice"]: row["slowest, balanced and filled up"] for row in rows_of("count", "Chosen responses")}
+    pairs = {name: ahead("learning_labels", TWO, name) for name in ("oar_p/123", "fisher", "position")}
+    rows = [
+        [
+            "ahead of GRPO in as many pairs with two steps as `fisher`, less four, and in more than position",
+            f"{pairs['oar_p/123']}; {pairs['fisher']}; {pairs['position']}",
+        ],
+        ["with four steps the upper end of all models' interval is 0 or above", ", ".join(four)],
+        [
+            "on SmolLM2, beyond position, above `fisher`",
+            f"{fitted[FITTED]['beyond position']}; {fitted['fisher']['beyond position']}",
+        ],
+        [
+            "adds at most 3 % to a 7B model's log-probs and update, on the slowest of eight ranks",
+            added["oar_p, 1 in 40 x 8"].split(": ")[1],
+        ],
+    ]
+    return table(" condition on predicted `oar_p` | what came ", rows)
 
 
 def in_sentences() -> str:
@@ -358,14 +389,6 @@ def projection() -> str:
     eight = load("scaling_projection")["runs"]["recipes"]["qwen2_5_7b_math"][0]
     ratio = eight["step: OAR / GRPO"]
     return f"With a 7B model on {eight['gpus']} H100s, a step with OAR takes {ratio:.2f} times as long as a step with GRPO.\n"
-
-
-def predicted_steps() -> str:
-    """Whole steps of a 7B model."""
-    found = rows_of("scaling_projection", "PROJECTED, not measured: OAR / GRPO")
-    _, _, *sizes = found[0]  # behind recipe and importance
-    rows = ([row["importance"], *(row[size] for size in sizes)] for row in found if "7b" in row["recipe"])
-    return table(f" OAR / GRPO | {' | '.join(sizes)} ", rows)
 
 
 def projection_sizes() -> str:
@@ -520,8 +543,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
         replacements, fidelity_real, predicted_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
-        rivals, amortized, amortized_all_models, amortized_at_7b, in_sentences, confirmation,
-        run_cost, projection, projection_sizes, predicted_steps, scaling, copies, copies_range, errors, faults,
+        rivals, labels_learned, labels_all_models, labels_at_7b, labels_fidelity,
+        labels_rule, in_sentences, confirmation,
+        run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
         architectures, gpu_engines, gpu_peaks, one_gpu,
     )
 }  # fmt: skip
