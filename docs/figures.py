@@ -351,6 +351,28 @@ def labels_rule() -> str:
     return table(" condition on predicted `oar_p` | what came ", rows)
 
 
+def amortized_told() -> str:
+    """What the earlier study's significant gain is over all models, and predicted minus computed `fisher`."""
+    from benchmarks.learning.comparison import gain, signed
+    from benchmarks.statistics import holm
+
+    plan, runs = judged("learning_amortized", "amortized")
+    named = ["oar_p/8", "fisher/8", "decision/8", "value"]
+    p = dict(
+        zip(keys := [(task, name) for task in IN_STEPS for name in named],
+            of := [gain(plan, runs, *key, trimmed=False)[1] for key in keys], strict=True)
+    )  # fmt: skip
+    corrected = dict(zip(keys, holm(of), strict=True))
+    computed = runs[runs["method"] != "grpo"].replace({"method": {"fisher": "grpo"}})
+    rows = [
+        ["minus GRPO", *(signed(gain(plan, runs, task, "fisher/8", trimmed=False)[0]) for task in IN_STEPS)],
+        ["p of that (corrected)",
+         *(f"{p[task, 'fisher/8']:.2g} ({corrected[task, 'fisher/8']:.2g})" for task in IN_STEPS)],
+        ["minus computed `fisher`", *(signed(gain(plan, computed, task, "fisher/8", trimmed=False)[0]) for task in IN_STEPS)],
+    ]  # fmt: skip
+    return table(f" predicted `fisher`, all models | {' | '.join(IN_STEPS.values())} ", rows)
+
+
 def in_sentences() -> str:
     of = against_grpo("learning_sentences", "sentences")
     overlap = estimators("sentences/fidelity_cpu")["**`fisher`** (default)"]["top 20 %"]
@@ -544,7 +566,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     for figure in (
         replacements, fidelity_real, predicted_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
         rivals, labels_learned, labels_all_models, labels_at_7b, labels_fidelity,
-        labels_rule, in_sentences, confirmation,
+        labels_rule, amortized_told, in_sentences, confirmation,
         run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
         architectures, gpu_engines, gpu_peaks, one_gpu,
     )
