@@ -235,9 +235,9 @@ class OarConfig(_Settings):
         return sum(forward.backward is not None for forward in self.importance_object.forwards(self.num_draws))
 
     @property
-    def extra_forwards(self) -> int:
-        """Number of forwards in one gradient pass, without the one that log-probs need anyway."""
-        return max(0, len(self.importance_object.forwards(self.num_draws)) - 1)
+    def forwards(self) -> int:
+        """Number of forwards in one gradient pass; 0 without a backward: what such an importance reads, log-probs give."""
+        return len(self.importance_object.forwards(self.num_draws)) if self.backwards else 0
 
     @property
     def offloads(self) -> bool:

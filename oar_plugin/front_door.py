@@ -137,8 +137,8 @@ def importance(
         fault = "a call writes no files; leave it out. `oar inspect FILE --model NAME` makes a page"
         raise OarConfigError(f"oar_plugin.importance.dump.dir={folder!r}: {fault}")
     if predictor is not None:
-        _check(credit.predictor is not None, "predictor", "nothing is predicted without amortize.share")
-        credit.predictor = copy.deepcopy(predictor)  # a call that fails, or is repeated, leaves it as it was
+        _check(credit.schedule.predictor is not None, "predictor", "nothing is predicted without amortize.share")
+        credit.schedule.predictor = copy.deepcopy(predictor)  # a call that fails, or is repeated, leaves it as it was
     if max_tokens is None:
         # A layer keeps about 10 states of a token for a backward, and 3 of its MLP, which are wider.
         graph = 32 * text.hidden_size * text.num_hidden_layers * next(model.parameters()).element_size()
@@ -187,7 +187,7 @@ def importance(
     status = [Status(int(value)) for value in even.status_B]
     Watch(credit.config.fallback_warning, 1).see(step, {f"oar/{name}": value for name, value in even.metrics.items()})
     found = token_BL, mask_BL, importance_BL, even.weight_BL, segments_BL, status, even.predicted_B, even.metrics
-    return Credit(*found, credit.config, credit.predictor, tokenizer)
+    return Credit(*found, credit.config, credit.schedule.predictor, tokenizer)
 
 
 def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: Any) -> estimator.Reshaped:

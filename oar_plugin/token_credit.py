@@ -25,10 +25,9 @@ from oar_plugin.credit.watch import Watch
 from oar_plugin.output import warn_once
 from oar_plugin.page.dumps import DUMP_FAILED, Dumps, Sibling, choose
 from oar_plugin.page.record import PREDICTED, Header, Response, header_for
-from oar_plugin.passes.plain import batch_importance, in_eval_mode, packed_rows
-from oar_plugin.passes.predicted_batch import PredictedBatch
-from oar_plugin.passes.prediction import predictor_of
+from oar_plugin.passes.plain import batch_importance, in_eval_mode
 from oar_plugin.passes.request import Request, replacement_fault, replacement_token
+from oar_plugin.passes.schedule import Schedule
 from oar_plugin.passes.segments import end_of_sequence_tokens, segment_rows
 from oar_plugin.passes.tokens import TokenBytes
 
@@ -117,13 +116,15 @@ class TokenCredit:
             self._token_bytes = TokenBytes(tokenizer)
             self._eos_token_ids = end_of_sequence_tokens(tokenizer, generation_config)
         self.watch = Watch(self.config.fallback_warning)
-        self.predictor = predictor_of(self.config)
-        self._prediction_3: Tensor | None = None  # of the last batch, until `reshape`
         self._replacement = replacement_token(self.config, padding or tokenizer)
         if tokenizer and (ends := replacement_fault(self._replacement, tokenizer, self._eos_token_ids)):
             warn_once("%s.perturbation.replacement=pad: %s", prefix, ends)
         config = self.config.dump
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return Schedule(self.config)
 
     def request(
         self,
@@ -197,21 +198,21 @@ class TokenCredit:
         """
         before = batch.prompt_columns
         rows = batch.token_BT, pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE)), batch.mask_BT
-        predicted, usable_B = None, (segments_BL == Segment.REASONING).any(-1).cpu()
-        if self.predictor is not None:
-            packed, device = packed_rows(*rows)[0], next(model.parameters()).device
-            predicted = PredictedBatch(self.predictor, request, packed, usable_B, sum_over_ranks, device)
-        how = max_tokens, checkpoint_activations, max_over_ranks
+        over_ranks = {"max_over_ranks": max_over_ranks, "sum_over_ranks": sum_over_ranks}
+        how: dict[str, Any] = {
+            "checkpoint_activations": checkpoint_activations,
+            "schedule": self.schedule,
+            **over_ranks,
+        }
         with in_eval_mode(model), torch.enable_grad():
-            importance_BT = batch_importance(model, request, *rows, *how, predicted)
-        self._prediction_3 = None if predicted is None else predicted.end_step()
+            importance_BT = batch_importance(model, request, *rows, max_tokens, **how)
         return importance_BT[:, before:]
 
     def reshape(
         self, step: int, advantage_BL: Tensor, importance_BL: Tensor, segments_BL: Tensor, status_B: Tensor
     ) -> ReshapedBatch:
         """`oar_plugin.estimator.reshape` of the host's normalised advantages, with what records and dumps need."""
-        prediction_3, self._prediction_3 = self._prediction_3, None
+        prediction_3 = self.schedule.prediction_3
         given = importance_BL, segments_BL == Segment.REASONING, status_B, self.config, prediction_3
         made = estimator.reshape(advantage_BL, *given)
         predicted_B = (made.status_B == Status.SCORED) & (prediction_3 is not None)

@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 from unittest.mock import patch
@@ -159,7 +160,8 @@ class Step:
         """Run the package's gradient pass over a sequence that is scored, log-probs and entropy included."""
         self.model.eval()
         with ModelTaps(self.model, self.key.recompute, self.key.fused) as taps:
-            for forward in tables.importance.forwards(1):
+            for number, planned in enumerate(tables.importance.forwards(1)):
+                forward = replace(planned, log_probs=number == 0)
                 with taps.running(forward):
                     taps.tap = tables.tap(forward)
                     token_BL = torch.zeros(1, length, dtype=torch.long)

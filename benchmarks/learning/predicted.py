@@ -25,8 +25,8 @@ def labelled(predictor: Predictor | None, request: Request, rollout: Any) -> Ten
     packed = packed_rows(rollout.token_BL, rollout.segments_BL, rollout.mask_BL)[0]
     seed_B = response_seeds(packed.token_T, packed.response_T, len(reasoning_BL), request.seed)
     units = Units(packed, predictor.span)
-    threshold = predictor.threshold(units, seed_B, reasoning_BL.any(-1), lambda tensor: tensor)
-    return torch.zeros_like(reasoning_BL).masked_scatter(reasoning_BL, predictor.labelled(units, seed_B, threshold))
+    chosen_B = predictor.choose(units, seed_B, reasoning_BL.any(-1), lambda tensor: tensor)
+    return torch.zeros_like(reasoning_BL).masked_scatter(reasoning_BL, predictor.labelled(units, seed_B, chosen_B))
 
 
 def with_predictions(

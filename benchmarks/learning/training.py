@@ -352,7 +352,7 @@ def _importance(request: Request, one: Forward, segments_bL: Tensor, mask_bL: Te
     def project(hidden_NH: Tensor) -> Tensor:
         return F.linear(hidden_NH, one.head_VH.detach())
 
-    for planned in pass_.importance.forwards(request.config.num_draws, log_probs=False):
+    for planned in pass_.importance.forwards(request.config.num_draws):
         tap = pass_.tap(planned)
         leaf_bLH, hidden_bLH = one.embedding_bLH, one.hidden_bLH
         if tap.noise is not None:  # a forward of its own

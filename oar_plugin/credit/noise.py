@@ -61,15 +61,15 @@ def gaussian(seed_N: Tensor, size: int) -> Tensor:
     return torch.cat([radius * angle.cos(), radius * angle.sin()], dim=1)[:, :size]
 
 
-def uniform(seed_N: Tensor, size: int) -> Tensor:
-    """Uniform values in (0, 1), float32 `[N, size]`, of 24 bits."""
-    coordinate = torch.arange(1, size + 1, dtype=torch.int64, device=seed_N.device) * _GOLDEN
+def uniform(seed_N: Tensor, size: int, start: int = 0) -> Tensor:
+    """Uniform values in (0, 1) for coordinates `start .. start + size - 1`, float32 `[N, size]`, of 24 bits."""
+    coordinate = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=seed_N.device) * _GOLDEN
     return (_shift(_mix(seed_N[:, None] + coordinate), 40).float() + 0.5) * 2.0**-24
 
 
-def gumbel(seed_N: Tensor, size: int) -> Tensor:
-    """Standard Gumbel values, float32 `[N, size]`."""
-    return -(-uniform(seed_N, size).log()).log()
+def gumbel(seed_N: Tensor, size: int, start: int = 0) -> Tensor:
+    """Standard Gumbel values for coordinates `start .. start + size - 1`, float32 `[N, size]`."""
+    return -(-uniform(seed_N, size, start).log()).log()
 
 
 def step_seed(seed: int, step: int) -> int:

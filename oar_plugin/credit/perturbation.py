@@ -3,7 +3,6 @@
 A *unit* is the tokens that one copy replaces: up to `perturbation.span` consecutive ones, which share its score evenly.
 """
 
-import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from oar_plugin.credit.noise import gumbel, position_seeds, response_seeds
+from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 Unit: TypeAlias = tuple[int, ...]  # positions in the response that one copy replaces, ascending
 
@@ -21,11 +21,13 @@ def replacement_seeds(token_T: Tensor, position_R: Tensor, seed: int) -> Tensor:
     return position_seeds(seed_1.expand(len(position_R)), position_R)
 
 
-def sample_replacements(logits_RV: Tensor, token_R: Tensor, seed_R: Tensor) -> Tensor:
+def sample_replacements(
+    logits_RV: Tensor, token_R: Tensor, seed_R: Tensor, vocabulary: VocabularyShard = WHOLE_VOCABULARY
+) -> Tensor:
     """Draws a token per position from the logits that predict it, but never the replaced token `token_R`, int64 `[R]`."""
     # The Gumbel-max trick: the argmax of logits + Gumbel noise is a draw from their softmax.
-    noisy_RV = logits_RV.float() + gumbel(seed_R, logits_RV.shape[-1])
-    return noisy_RV.scatter(-1, token_R[:, None], -math.inf).argmax(-1)
+    noisy_RV = logits_RV.float() + gumbel(seed_R, logits_RV.shape[-1], vocabulary.start)
+    return vocabulary.argmax(vocabulary.without(noisy_RV, token_R))
 
 
 def units(reasoning: Sequence[bool], span: int = 1) -> list[Unit]:

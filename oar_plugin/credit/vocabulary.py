@@ -26,6 +26,20 @@ class VocabularyShard:
         _, exponential_NV = self._shifted(logits_NV)
         return exponential_NV / self.total(exponential_NV.sum(-1, keepdim=True))
 
+    def log_softmax(self, logits_NV: Tensor) -> Tensor:
+        """The logarithm of `softmax`."""
+        if self.total is _alone:
+            return logits_NV.log_softmax(-1)
+        shifted_NV, exponential_NV = self._shifted(logits_NV)
+        return shifted_NV - self.total(exponential_NV.sum(-1, keepdim=True)).log()
+
+    def argmax(self, values_NV: Tensor) -> Tensor:
+        """The column with the row's largest value, int64 `[N]`."""
+        floor_N1 = values_NV.new_full((len(values_NV), 1), -torch.inf)  # a shard of padding only has no columns
+        best_N, column_N = torch.cat([values_NV, floor_N1], -1).max(-1)
+        here_N = self.largest(best_N.clone()) == best_N
+        return self.total(torch.where(here_N, column_N + self.start, 0))
+
     def entropy(self, logits_NV: Tensor) -> Tensor:
         """Entropy in nats of the softmax over the whole vocabulary, float32 `[N]`. Logits of -inf (banned) add nothing."""
         # A column of probability 0 must add 0, and 0 times -inf is NaN.
@@ -39,12 +53,17 @@ class VocabularyShard:
         return sum_N2[:, 0].log() - sum_N2[:, 1] / sum_N2[:, 0]
 
     def log_prob(self, logits_NV: Tensor, token_N: Tensor) -> Tensor:
-        """Log-probability of token `token_N[n]` in row `n`, float32 `[N]`."""
-        shifted_NV, exponential_NV = self._shifted(logits_NV.float())
+        """Log-probability of token `token_N[n]` in row `n`, `[N]`, float32 or as the logits."""
+        shifted_NV, exponential_NV = self._shifted(logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)))
         column_N1, here_N1 = self._column(token_N, shifted_NV)
         chosen_N = shifted_NV.gather(-1, column_N1).where(here_N1, 0.0).sum(-1)
         sum_N2 = self.total(torch.stack([exponential_NV.sum(-1), chosen_N], -1))
         return sum_N2[:, 1] - sum_N2[:, 0].log()
+
+    def without(self, values_NV: Tensor, token_N: Tensor) -> Tensor:
+        """The values, with -inf in column `token_N[n]` of row `n`."""
+        column_N1, here_N1 = self._column(token_N, values_NV)
+        return values_NV.scatter(-1, column_N1, values_NV.gather(-1, column_N1).masked_fill(here_N1, -torch.inf))
 
     def subtract_one_at(self, values_NV: Tensor, token_N: Tensor) -> Tensor:
         """Subtract 1 from column `token_N[n]` of row `n`, in place, if this process holds that column."""

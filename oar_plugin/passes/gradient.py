@@ -15,12 +15,13 @@ importance per token. Megatron's schedules run forward and backward themselves, 
 Between the constructor and `importance_of_scores`, nothing here makes the CPU wait for the device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Backward, Forward, Importance, Parts, Rows
@@ -58,6 +59,16 @@ class Packed:
         """Position of each token in its sequence, int64."""
         return torch.arange(len(self.token_T)) - self.offsets[self.response_T]
 
+    def at(self, rows: Sequence[int]) -> Tensor:
+        """The positions of some sequences' tokens, concatenated in this order."""
+        bounds = self.offsets.tolist()
+        return torch.cat([torch.arange(0), *(torch.arange(bounds[row], bounds[row + 1]) for row in rows)])
+
+    def select(self, rows: Sequence[int]) -> "Packed":
+        """Some sequences, in this order."""
+        at_t, length_b = self.at(rows), self.offsets.diff()[list(rows)]
+        return Packed(self.token_T[at_t], self.segments_T[at_t], pad(length_b.cumsum(0), (1, 0)))
+
     @property
     def reasoning_T(self) -> Tensor:
         return self.segments_T == Segment.REASONING
@@ -75,6 +86,8 @@ class Layout:
     columns: int | None = None  # see `Tap.columns`
     # returns the sum of a tensor over the ranks that share the sequences; may overwrite the tensor
     sum_over_sequence_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    rows_again: bool = False  # another rank also reads this rank's rows, and its values count
+    embeddings_again: bool = False  # the same for gradients at the embeddings
 
 
 class Scores:
@@ -101,19 +114,27 @@ class Scores:
         nothing_T = torch.zeros(num_tokens, device=device)
         self.entropy_T, self.log_prob_T = (self.readings.get(name, nothing_T) for name in ("entropy", "log_prob"))
 
-    def total(self, summed: Callable[[Tensor], Tensor]) -> None:
-        """Replaces all values with their sums over ranks. `summed` returns the sum of one vector."""
-        for values in (self.all_NT, self.hidden_TP):
-            if values.numel():
-                values.copy_(summed(values.flatten()).view_as(values))
+
+def pooled(project: Project, hidden_NH: Tensor, rows: AnswerRows, layout: Layout) -> Tensor:
+    """Logits of the rows, averaged per response, `[B, V]`, at least float32, on all ranks that share the sequences."""
+    pooled_BV: Tensor | None = None
+
+    def add(logits_NV: Tensor, chosen: slice) -> None:
+        nonlocal pooled_BV
+        part_BV = pool(logits_NV, rows.select(chosen))
+        pooled_BV = part_BV if pooled_BV is None else pooled_BV.add_(part_BV)
+
+    read_logits(project, hidden_NH, add)  # `add` runs on ranks without rows too: they take part in the sum
+    assert pooled_BV is not None
+    return layout.sum_over_sequence_ranks(pooled_BV)
 
 
 class MicroBatchPass:
-    """The gradient pass over one micro-batch.
+    """Forwards of one micro-batch: those of the gradient pass, or one that only reads. `scores` has the results, on the device
+    of the layout.
 
-    `scores` collects the results, on the device of the layout; `place_T` (int64, on the CPU) has the index in `scores` of each
-    token of the micro-batch. By default the micro-batch gets its own `Scores`. `reads_log_prob`: log-probs are read even if the
-    importance does not need them. The constructor copies the indices that forwards and backwards need to the device.
+    With `reads`, which may be empty, there is no backward: `Forward(None)` reads what it names, and with `hidden` also hidden
+    states. The constructor copies the indices that forwards and backwards need to the device.
     """
 
     def __init__(
@@ -121,13 +142,12 @@ class MicroBatchPass:
         request: Request,
         packed: Packed,
         layout: Layout,
-        scores: Scores | None = None,
-        place_T: Tensor | None = None,
-        reads_log_prob: bool = False,
+        reads: frozenset[str] | None = None,
+        hidden: bool = False,
     ) -> None:
-        self.request, self.packed, self.layout = request, packed, layout
-        self.importance = request.importance_object
-        self.reads = self.importance.reads | ({"log_prob"} if reads_log_prob else frozenset())
+        self.request, self.packed, self.layout, self._hidden = request, packed, layout, hidden
+        self.importance = request.importance_object if reads is None else Importance()
+        self.reads = self.importance.reads if reads is None else reads
         # Entropies and log-probs need logits without noise. If no backward has noise and a backward starts from
         # reasoning rows, its forward computes these logits anyway. Otherwise the first forward (noise-free) does.
         noisy, backwards = self.importance.noisy, self.importance.backwards
@@ -136,9 +156,8 @@ class MicroBatchPass:
         # Values from one forward that its backward or a later forward needs.
         self._noise_free_BV: Tensor | None = None  # pooled logits of the probe without noise
         self._scale: Tensor | None = None  # in fp16: factor of the scalar, by which its gradient is divided
-        num_tokens, num_responses, hidden = len(packed.token_T), len(packed.offsets) - 1, request.reads_hidden
-        self.scores = scores or Scores(self.importance, num_tokens, layout.device, hidden, self.reads)
-        place_T = torch.arange(num_tokens) if place_T is None else place_T
+        num_tokens, num_responses = len(packed.token_T), len(packed.offsets) - 1
+        self.scores = Scores(self.importance, num_tokens, layout.device, hidden, self.reads)
         response_T, reasoning_T = packed.response_T, packed.reasoning_T
         seed_B = response_seeds(packed.token_T, response_T, num_responses, request.seed)
 
@@ -152,19 +171,33 @@ class MicroBatchPass:
         seen_N = (seen_T & (layout.local_T >= 0) & hidden).nonzero()[:, 0]
         held_N = (layout.embedding_T >= 0).nonzero()[:, 0]  # the tokens whose embeddings are here
         noisy_N = held_N[reasoning_T[held_N]]
-        held = layout.embedding_T[held_N], place_T[held_N]
+        held = layout.embedding_T[held_N], held_N
         noise = layout.embedding_T[noisy_N], response_T[noisy_N], packed.place_T[noisy_N]
         tables = (rows.table_5N for rows in (answer, reasoning))
-        seen = layout.local_T[seen_N], place_T[seen_N]
-        copied = to_device(layout.device, layout.local_T, place_T, seed_B, *seen, *held, *noise, *tables)
-        self._local_T, self._place_T, self._seed_B, *of_tokens = copied[:-2]
+        seen = layout.local_T[seen_N], seen_N
+        copied = to_device(layout.device, layout.local_T, seed_B, *seen, *held, *noise, *tables)
+        self._local_T, self._seed_B, *of_tokens = copied[:-2]
         self._seen_N, self._seen_place_N, self._held_N, self._held_place_N, *self._noisy = of_tokens
         self._answer, self._reasoning = (AnswerRows(table_5N, num_responses) for table_5N in copied[-2:])
+
+    def total(self, summed: Callable[[Tensor], Tensor]) -> None:
+        """Replaces all scores by their sums over the ranks that share the sequences. `summed` returns the sum of a vector."""
+        scores, layout = self.scores, self.layout
+        for again, values in (
+            (layout.rows_again, scores.reads_NT),
+            (layout.rows_again, scores.hidden_TP),
+            (layout.embeddings_again, scores.score_KT),
+        ):
+            if again:
+                values.zero_()
+        for values in (scores.all_NT, scores.hidden_TP):
+            if values.numel():
+                values.copy_(summed(values.flatten()).view_as(values))
 
     def tap(self, forward: Forward) -> Tap:
         """Returns the tap for `forward`. Each forward and its backward run before the tap of the next one is made."""
         first = forward.draw == 0 and forward.backward == self._first
-        reads, sees = self._read_first and first, self.request.reads_hidden and first
+        reads, sees = self._read_first and first, self._hidden and first
         backward = None if forward.backward is None else self.importance.backwards[forward.backward]
         rows = self._reasoning if backward is not None and backward.rows == "reasoning" else self._answer
         positions = [self._local_T[rows.position_N], *([self._local_T[self._reasoning.position_N]] if reads else [])]
@@ -217,17 +250,7 @@ class MicroBatchPass:
         return make
 
     def _pooled(self, project: Project, hidden_NH: Tensor) -> Tensor:
-        """Logits of the probe's rows, averaged per response, `[B, V]`, at least float32."""
-        pooled_BV: Tensor | None = None
-
-        def add(logits_NV: Tensor, chosen: slice) -> None:
-            nonlocal pooled_BV
-            part_BV = pool(logits_NV, self._answer.select(chosen))
-            pooled_BV = part_BV if pooled_BV is None else pooled_BV.add_(part_BV)
-
-        read_logits(project, hidden_NH, add)  # `add` runs on ranks without rows too: they take part in the sum
-        assert pooled_BV is not None
-        return self.layout.sum_over_sequence_ranks(pooled_BV)
+        return pooled(project, hidden_NH, self._answer, self.layout)
 
     def _pooled_gradient(
         self, forward: Forward, project: Project, hidden_NH: Tensor, noise_free_BV: Tensor | None
@@ -271,7 +294,7 @@ class MicroBatchPass:
                 if not self._read_first:
                     self._read(rows, logits_NV)
                 if "entropy" in self.reads:
-                    entropy_N = self.scores.entropy_T[self._place_T[rows.position_N + 1]]
+                    entropy_N = self.scores.entropy_T[rows.position_N + 1]
             seed_N = position_seeds(self._seeds(forward)[rows.response_N], rows.ordinal_N)
             return self._coefficients(forward, logits_NV, seed_N, rows.token_N, entropy_N=entropy_N)
 
@@ -294,7 +317,7 @@ class MicroBatchPass:
         vocabulary, temperature = self.layout.vocabulary, self.request.temperature
         with torch.autocast(logits_NV.device.type, enabled=False):
             sampled_NV = logits_NV if temperature == 1 else logits_NV / temperature
-            at_N = self._place_T[rows.position_N + 1]
+            at_N = rows.position_N + 1
             if "entropy" in self.reads:
                 self.scores.entropy_T[at_N] = vocabulary.entropy(sampled_NV)
             if "log_prob" in self.reads:

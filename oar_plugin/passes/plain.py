@@ -1,6 +1,6 @@
 """Importance of a padded batch from a HuggingFace model, for hosts with padded batches, notebooks and benchmarks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -10,14 +10,101 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
+from oar_plugin.passes.host import Work
 from oar_plugin.passes.masked_copies import MaskedCopies
-from oar_plugin.passes.predicted_batch import PredictedBatch
 from oar_plugin.passes.request import Request
+from oar_plugin.passes.schedule import Schedule
 from oar_plugin.passes.taps import ModelTaps, to_device
 from oar_plugin.passes.trial import Reading, check_by_trial
 
-NOTHING_11 = torch.zeros(1, 1, dtype=torch.long)  # token 0, OUTSIDE: for a rank with fewer micro-batches than others
+NOTHING = Packed(
+    torch.zeros(1).long(), torch.zeros(1).long(), torch.tensor([0, 1])
+)  # for a rank with fewer micro-batches
+
+
+class PlainHost:
+    """The `Host` of a batch whose model is called here. Where weights are sharded, all ranks run equal numbers of forwards.
+
+    `max_tokens`, `max_over_ranks` and `sum_over_ranks` are those of `TokenCredit.importance`.
+    """
+
+    prefixes, gives_log_probs = True, False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        request: Request,
+        packed: Packed,
+        max_tokens: int,
+        checkpoint_activations: bool = False,
+        max_over_ranks: Callable[[int], int] = lambda count: count,
+        sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
+        self.model, self.request, self.packed, self.max_tokens = model, request, packed, max_tokens
+        self.checkpoint_activations, self.largest, self.total = checkpoint_activations, max_over_ranks, sum_over_ranks
+        self.device = next(model.parameters()).device
+
+    def read(self, rows: Sequence[int], work: Work | None) -> None:
+        if work is not None:
+            self._run(rows, work)
+
+    def gradient(self, rows: Sequence[int], work: Work) -> bool:
+        self._run(rows, work)
+        return True
+
+    def masked_copies(self, packed: Packed) -> Tensor:
+        rows = packed.response_T[packed.reasoning_T].unique().tolist()
+        parts = {row: packed.select([row]) for row in rows}
+        wanted = {row: (one.token_T.to(self.device), one.segments_T) for row, one in parts.items()}
+        if self.largest(len(wanted)):
+            self._check()
+        importance_T = torch.zeros(len(packed.token_T))
+        copies = MaskedCopies(self.model, self.request, self.max_tokens)
+        for row, importance_t in copies.importance(wanted, self.largest).items():
+            importance_T[packed.at([row])] = importance_t
+        return importance_T
+
+    def share(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def copies(self, copies: Packed, like: Sequence[int], work: Work) -> None:
+        raise NotImplementedError("copies run behind cached prefixes")
+
+    def whole(self, count: int) -> int:
+        return count
+
+    def _run(self, rows: Sequence[int], work: Work) -> None:
+        groups = of_like_length(torch.tensor(rows, dtype=torch.long), self.packed.offsets.diff(), self.max_tokens)
+        # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
+        most = self.largest(len(groups))
+        if most:
+            self._check()
+        for group in groups:
+            self._forward(group.tolist(), self.packed.select(group.tolist()), work)
+        for _ in range(most - len(groups)):
+            self._forward([], NOTHING, work)
+
+    def _check(self) -> None:
+        read = partial(_read, self.model)
+        check_by_trial(self.model, self.request, self.packed.token_T.to(self.device), read, self.largest)
+
+    def _forward(self, rows: Sequence[int], packed: Packed, work: Work) -> None:
+        """One micro-batch. Padding behind each row needs no mask and no positions: models count these in different ways."""
+        length_B = packed.offsets.diff()
+        keep_BL = torch.arange(max(1, int(length_B.max()))) < length_B[:, None]
+        input_BL = torch.zeros(keep_BL.shape, dtype=torch.long).masked_scatter(keep_BL, packed.token_T)
+        layout = packed_rows(input_BL, input_BL, keep_BL, self.device)[1]
+        micro_batch = work.begin(rows, layout) if rows else MicroBatchPass(self.request, packed, layout)
+        (input_BL,) = to_device(self.device, input_BL)
+        with ModelTaps(self.model, self.checkpoint_activations) as taps:
+            for forward in work.forwards:
+                with taps.running(forward):
+                    taps.tap = micro_batch.tap(forward)
+                    self.model(input_ids=input_BL, use_cache=False)
+        if rows:
+            work.end(micro_batch, None)
 
 
 def gradient_importance(
@@ -41,38 +128,18 @@ def gradient_importance(
     Raises:
         UnsupportedModelError: importance cannot be computed with this model (see `check_model`).
     """
-    packed, given, scores = _run(model, request, (token_BL, segments_BL, mask_BL), checkpoint_activations)
-    importance_T = importance_of_scores(request, packed, scores)
-    flat = importance_T.new_zeros(token_BL.numel())
-    flat[given.local_T] = importance_T
+    packed, given = packed_rows(token_BL, segments_BL, mask_BL, next(model.parameters()).device)
+    flat = torch.zeros(token_BL.numel())
+
+    def begin(rows: Sequence[int], layout: Layout) -> MicroBatchPass:
+        return MicroBatchPass(request, packed, layout)
+
+    def end(micro_batch: MicroBatchPass, log_prob_T: Tensor | None) -> None:
+        flat[given.local_T] = importance_of_scores(request, packed, micro_batch.scores)
+
+    host = PlainHost(model, request, packed, token_BL.numel(), checkpoint_activations)
+    host._forward(range(len(packed.offsets) - 1), packed, Work(request.forwards(), begin, end))
     return flat.view(token_BL.shape).to(token_BL.device)
-
-
-def _run(
-    model: nn.Module, request: Request, rows: tuple[Tensor, Tensor, Tensor | None], checkpoint_activations: bool
-) -> tuple[Packed, Layout, Scores]:
-    """The forwards and backwards of one micro-batch: `token_BL`, `segments_BL` and `mask_BL` of `gradient_importance`.
-
-    Returns the packed rows, where they are in the padded ones, and their scores, by packed token.
-    """
-    token_BL, _, mask_BL = rows
-    device = next(model.parameters()).device
-    packed, given = packed_rows(*rows, device)
-    input_BL, layout = token_BL.cpu(), given
-    if mask_BL is not None:
-        # Padding behind each row needs no mask and no positions: models count these in different ways.
-        length_B = packed.offsets.diff()
-        keep_BL = torch.arange(max(1, int(length_B.max()))) < length_B[:, None]
-        input_BL = torch.zeros_like(keep_BL, dtype=torch.long).masked_scatter(keep_BL, packed.token_T)
-        layout = packed_rows(input_BL, input_BL, keep_BL, device)[1]
-    (input_BL,) = to_device(device, input_BL)
-    micro_batch = MicroBatchPass(request, packed, layout, reads_log_prob=request.reads_hidden)
-    with ModelTaps(model, checkpoint_activations) as taps:
-        for forward in request.forwards(log_probs=False):
-            with taps.running(forward):
-                taps.tap = micro_batch.tap(forward)
-                model(input_ids=input_BL, use_cache=False)
-    return packed, given, micro_batch.scores
 
 
 def batch_importance(
@@ -84,72 +151,28 @@ def batch_importance(
     max_tokens: int = 2**13,
     checkpoint_activations: bool = False,
     max_over_ranks: Callable[[int], int] = lambda count: count,
-    predicted: PredictedBatch | None = None,
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    schedule: Schedule | None = None,
 ) -> Tensor:
     """Importance of a batch, float32 `[B, L]` on the device of the tokens; 0 at tokens that are not scored.
 
-    `max_tokens` and `max_over_ranks` are those of `TokenCredit.importance`, the other arguments those of `gradient_importance`.
-    With `predicted`, made from these rows, it learns from some units, and predicts all tokens.
+    `max_tokens`, `max_over_ranks` and `sum_over_ranks` are those of `TokenCredit.importance`, the first arguments those of
+    `gradient_importance`. `schedule`: that of the run; None: a new one.
     """
     # On the CPU from here on: what to do with a micro-batch is then known without waiting for the one before it.
-    token, segments, mask = token_BL.cpu(), segments_BL.cpu(), mask_BL.cpu().bool()
-    importance_BL, usable_B = torch.zeros(token.shape), (segments == Segment.REASONING).any(-1)
-
-    def run(asked: Request, wanted_B: Tensor) -> None:
-        groups = of_like_length(wanted_B.nonzero()[:, 0], mask.sum(-1), max_tokens)
-        # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
-        most = max_over_ranks(len(groups))
-        if most:
-            sequence = token[mask].to(next(model.parameters()).device)
-            check_by_trial(model, request, sequence, partial(_read, model), max_over_ranks)
-        for group in groups:
-            rows = token[group], segments[group], mask[group]
-            packed, _, scores = _run(model, asked, rows, checkpoint_activations)
-            part_KL = torch.zeros(rows[0].shape)
-            if predicted is None:
-                part_KL[mask[group]] = importance_of_scores(asked, packed, scores)
-            else:
-                part_KL[mask[group]] = predicted.field(packed, scores, scores.log_prob_T, group.tolist())
-            importance_BL[group] = part_KL
-        for _ in range(most - len(groups)):
-            _run(model, asked, (NOTHING_11, NOTHING_11, None), checkpoint_activations)
-
-    scored_B = usable_B if predicted is None else predicted.scored_B
-    run(request if predicted is None else predicted.scoring, scored_B)
-    if request.importance_object.copies:
-        scored = segments
-        if predicted is not None:
-            other_BL = ~torch.zeros_like(mask).masked_scatter(mask, predicted.labelled_T)
-            scored = segments.masked_fill((segments == Segment.REASONING) & other_BL, int(Segment.OUTSIDE))
-        importance_BL = copies_importance(model, request, token, scored, mask, max_tokens, max_over_ranks)
-    if predicted is not None:
-        own = [row[keep] for row, keep in zip(importance_BL, mask, strict=True)]
-        importance_BL[mask] = torch.cat([torch.zeros(0), *predicted.learn(torch.arange(len(token)), own)])
-        run(predicted.predicting, usable_B & ~scored_B)
+    packed, layout = packed_rows(token_BL, segments_BL, mask_BL)
+    scored_B = (segments_BL == Segment.REASONING).any(-1).cpu()
+    status_B = torch.where(scored_B, int(Status.SCORED), int(Status.NOT_NEEDED))
+    how = max_tokens, checkpoint_activations, max_over_ranks, sum_over_ranks
+    host, schedule = PlainHost(model, request, packed, *how), schedule or Schedule(request.config)
+    answer = schedule.run(host, request, packed, status_B)
     # Some FSDP2 modules keep frozen weights gathered until a backward.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return importance_BL.to(token_BL.device)
-
-
-def copies_importance(
-    model: nn.Module,
-    request: Request,
-    token_BL: Tensor,
-    segments_BL: Tensor,
-    mask_BL: Tensor,
-    max_tokens: int,
-    max_over_ranks: Callable[[int], int],
-) -> Tensor:
-    """Importance from masked copies, float32 `[B, L]`. All tensors are on the CPU; for the arguments see `batch_importance`."""
-    device, wanted, importance_BL = next(model.parameters()).device, {}, torch.zeros(token_BL.shape)
-    for row in (segments_BL == Segment.REASONING).any(-1).nonzero()[:, 0].tolist():
-        keep_L = mask_BL[row]
-        wanted[row] = token_BL[row][keep_L].to(device), segments_BL[row][keep_L]
-    for row, importance_L in MaskedCopies(model, request, max_tokens).importance(wanted, max_over_ranks).items():
-        importance_BL[row, mask_BL[row]] = importance_L
-    return importance_BL
+    flat = torch.zeros(token_BL.numel())
+    flat[layout.local_T] = answer.importance_T
+    return flat.view(token_BL.shape).to(token_BL.device)
 
 
 def _read(model: nn.Module, sequences: list[Tensor]) -> list[Reading]:

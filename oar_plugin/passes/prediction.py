@@ -1,6 +1,6 @@
 """Importance that is predicted from hidden states: `algorithm.oar.amortize`.
 
-A `Predictor` belongs to a run. In each step it says which units of which responses are scored, its labels (`threshold`,
+A `Predictor` belongs to a run. In each step it says which units of which responses are scored, its labels (`choose`,
 `labelled`). It learns them (`learn`, then `end_step`), and predicts all tokens from the labels of earlier steps (`predict`).
 It holds no token, and every rank has the same one. A resumed run begins with a new one: its first steps are plain GRPO.
 
@@ -9,12 +9,13 @@ Shape suffix U: labels, of one unit each. A *unit* is the tokens that one masked
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from oar_plugin.config import PREFIX, OarConfig
-from oar_plugin.credit.noise import uniform
+from oar_plugin.credit.noise import response_seeds, uniform
 from oar_plugin.credit.regression import FEATURES, REMEMBERED, Regression, sum_dtype, token_features
 from oar_plugin.output import logger
 from oar_plugin.passes.gradient import Packed, Scores
@@ -104,37 +105,30 @@ class Predictor:
     @property
     def ready(self) -> bool:
         """The gate would amplify what few labels say as much as what many do."""
-        return self.regression.labels >= ENOUGH[0] and self.regression.responses >= ENOUGH[1]
+        return ready(self.regression)
 
-    def threshold(self, units: Units, seed_B: Tensor, usable_B: Tensor, total: Callable[[Tensor], Tensor]) -> float:
-        """The hash below which a response is labelled (`labelled`), the same for all ranks and numbers of ranks.
+    def choose(self, units: Units, seed_B: Tensor, usable_B: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+        """The responses that are labelled, bool `[B]`, for a host whose ranks choose by themselves.
 
-        `total` sums a tensor over the ranks that hold different rows. `seed_B`: `response_seeds`, of this step.
+        `total` sums a tensor over the ranks that hold different rows. `seed_B`: `response_seeds`, of this step. All ranks have
+        the same threshold of hashes, whatever their number.
         """
         labels_B = units.count_B.clamp_max(self._units or len(units.number_N))
-        bin_B = (hashed(seed_B)[usable_B] * BINS).long().clamp_max(BINS - 1)
+        bin_B = (hashed(seed_B) * BINS).long().clamp_max(BINS - 1)
         # `learn` leaves single labels out.
         found_2B = torch.stack([labels_B * (labels_B > 1), torch.ones_like(labels_B)])[:, usable_B]
-        sum_2K = total(torch.zeros(2, BINS).index_add_(1, bin_B, found_2B.float())).cpu().cumsum(-1)
-        labels, responses = float(self.fewest), self._share * sum_2K[1, -1].item()
-        if not self.ready:
-            labels = max(labels, MARGIN * (ENOUGH[0] - self.regression.labels))
-            responses = max(responses, ENOUGH[1] - self.regression.responses)
+        sum_2K = total(torch.zeros(2, BINS).index_add_(1, bin_B[usable_B], found_2B.float())).cpu().cumsum(-1)
+        labels, responses = needed_labels(self._share * sum_2K[1, -1].item(), self.regression, self.fewest)
         few_K = (sum_2K[0] < labels) | (sum_2K[1] < responses)
-        return (int(few_K.sum()) + 1) / BINS  # the end of the first bin with enough
+        return usable_B & (bin_B <= int(few_K.sum()))  # to the end of the first bin with enough
 
-    def labelled(self, units: Units, seed_B: Tensor, threshold: float) -> Tensor:
+    def labelled(self, units: Units, seed_B: Tensor, chosen_B: Tensor) -> Tensor:
         """Which of the N reasoning tokens belong to units that are scored, bool `[N]`."""
-        chosen_B1 = hashed(seed_B)[:, None] < threshold
         if self._units is None:
-            return chosen_B1[units.response_N, 0]
-        # One unit of each of as many parts of a response, which are about equally long.
-        count_B1, part_K = units.count_B[:, None], torch.arange(self._units)
-        parts_B1 = count_B1.clamp(1, self._units)
-        low_BK, high_BK = (edge_K * count_B1 // parts_B1 for edge_K in (part_K, part_K + 1))
-        drawn_BK = (uniform(~seed_B, 1 + self._units)[:, 1:] * (high_BK - low_BK)).long()
-        picked_BK = (count_B1.cumsum(0) - count_B1) + torch.minimum(low_BK + drawn_BK, high_BK - 1)
-        return torch.isin(units.number_N, picked_BK[chosen_B1 & (part_K < count_B1.clamp_max(self._units))])
+            return chosen_B[units.response_N]
+        picked_BK = (units.count_B.cumsum(0) - units.count_B)[:, None] + drawn_units(units.count_B, seed_B, self._units)
+        there_BK = torch.arange(self._units) < units.count_B.clamp_max(self._units)[:, None]
+        return torch.isin(units.number_N, picked_BK[chosen_B[:, None] & there_BK])
 
     def predict(self, features: Features) -> Tensor:
         """Importance per packed token, float32 `[T]`, on the CPU; 0 outside the reasoning, and until `ready`."""
@@ -193,6 +187,76 @@ class Predictor:
             text += "states add nothing; see the metrics oar/amortize/explained and oar/amortize/explained_by_position"
             logger.warning(text, *(100 * share for share in self.explained))
             self._warned = True
+
+
+class Counted(Protocol):
+    """Labels that were learned, and their responses."""
+
+    labels: float
+    responses: float
+
+
+def ready(counted: Counted) -> bool:
+    return counted.labels >= ENOUGH[0] and counted.responses >= ENOUGH[1]
+
+
+def needed_labels(responses: float, counted: Counted, fewest: int) -> tuple[float, float]:
+    """How many labels a step needs, and how many responses: at least these, and more until predictions are ready."""
+    if ready(counted):
+        return fewest, responses
+    labels = MARGIN * (ENOUGH[0] - counted.labels)
+    return max(fewest, labels), max(responses, ENOUGH[1] - counted.responses)
+
+
+class Choice:
+    """The choice for the whole batch, by a driver. Scores then do not depend on the number of ranks, which can share evenly.
+
+    Made of the settings. `labels` and `responses` count what was learned; a response of n tokens has n / span units.
+    """
+
+    def __init__(self, config: OarConfig) -> None:
+        self._share, self._units, self._span = config.amortize.share, config.amortize.units, config.perturbation.span
+        self.labels = self.responses = 0.0
+
+    def choose(self, packed: Packed, own_B: Tensor, needed_B: Tensor, seed: int) -> Tensor:
+        """Chosen responses, bool `[B]`: of those that need credit (`needed_B`) as many of the smallest hashes as are needed.
+
+        `own_B`: how many of its own tokens each one has. `seed`: of the step.
+        """
+        if self._share is None:
+            return torch.zeros_like(needed_B)
+        hash_B = hashed(response_seeds(packed.token_T, packed.response_T, len(needed_B), seed))
+        order = needed_B.nonzero()[:, 0]
+        order = order[hash_B[order].argsort(stable=True)]
+        labels, responses = needed_labels(math.ceil(self._share * len(order)), self, FEWEST)
+        few_B = (self.each(own_B)[order].cumsum(0) < labels) | (torch.arange(len(order)) + 1 < responses)
+        return torch.zeros_like(needed_B).index_fill(0, order[: int(few_B.sum()) + 1], True)
+
+    def share_of(self, own_B: Tensor) -> float:
+        """The share of such responses that rollout engines are to score in the next step; they choose before all are there."""
+        labels, responses = needed_labels((self._share or 1.0) * len(own_B), self, FEWEST)
+        return min(1.0, max(responses / len(own_B), labels / self.each(own_B).sum().item()))
+
+    def each(self, own_B: Tensor) -> Tensor:
+        """Labels of each response."""
+        return (own_B / self._span).ceil().clamp_max(self._units or math.inf)
+
+    def learned(self, labelled_B: Tensor, own_B: Tensor) -> None:
+        """Counts responses that gave labels."""
+        self.labels += self.each(own_B)[labelled_B].sum().item()
+        self.responses += labelled_B.sum().item()
+
+
+def drawn_units(count_B: Tensor, seed_B: Tensor, number: int) -> Tensor:
+    """Numbers of the units that are scored of responses with `count_B` units, int64 `[B, number]`.
+
+    One of each of as many parts of a response, which are about equally long. Fewer units are all in the first columns.
+    """
+    part_K, count_B1 = torch.arange(number), count_B[:, None]
+    parts_B1 = count_B1.clamp(1, number)
+    low_BK, high_BK = (edge_K * count_B1 // parts_B1 for edge_K in (part_K, part_K + 1))
+    drawn_BK = (uniform(~seed_B, 1 + number)[:, 1:] * (high_BK - low_BK)).long()
+    return torch.minimum(low_BK + drawn_BK, high_BK - 1)
 
 
 def hashed(seed_B: Tensor) -> Tensor:

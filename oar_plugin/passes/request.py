@@ -28,7 +28,10 @@ from oar_plugin.credit.noise import step_seed
 from oar_plugin.credit.probe import Probe
 
 REQUEST = "oar_request"
-NEEDED = "oar_needed"  # field, int64 [1] per row: 1 if the response needs credit (`estimator.needs_credit`)
+NEEDED = (
+    "oar_needed"  # field, int64 [1] per row: 1 if the response needs credit (`estimator.needs_credit`), or `CHOSEN`
+)
+CHOSEN = 2  # it needs credit, and its scores are computed, to predict the others from (`oar_plugin.passes.prediction.Choice`)
 SHOWN = IMPORTANCE, SEGMENTS = "oar_importance", "oar_segments"
 USED = WEIGHTS, STATUS, MEASURES, SECONDS = "oar_weights", "oar_status", "oar_measures", "oar_seconds"
 FIELDS = *SHOWN, *USED
@@ -44,7 +47,6 @@ class Request:
     temperature: float = 1.0  # sampling temperature of the responses
     importance_only: bool = False  # log-probs and entropy are not wanted (bypass mode)
     replacement_token: int | None = None  # replaces masked tokens; None: a draw from the model's prediction
-    predicts: bool = False  # no scores but hidden states, from which scores are predicted
 
     @classmethod
     def of_step(cls, config: OarConfig, step: int, **more: Any) -> "Request":
@@ -59,18 +61,11 @@ class Request:
 
     @property
     def importance_object(self) -> Importance:
-        return Importance() if self.predicts else importance_of(self.importance)
+        return importance_of(self.importance)
 
-    @property
-    def reads_hidden(self) -> bool:
-        """Whether scores are predicted from hidden states, of some responses at least."""
-        return self.config.amortize.share is not None
-
-    def forwards(self, log_probs: bool = True) -> list[Forward]:
-        """The forwards of the gradient pass over a micro-batch, in order. `log_probs`: the host takes them from the first."""
-        log_probs &= not self.importance_only or self.reads_hidden
-        plan = self.importance_object.forwards(self.config.num_draws, log_probs)
-        return plan or [Forward(None, log_probs=log_probs)] * self.reads_hidden
+    def forwards(self) -> list[Forward]:
+        """The forwards of the gradient pass over a micro-batch, in order."""
+        return self.importance_object.forwards(self.config.num_draws)
 
     def to_dict(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)} | {"config": self.config.model_dump()}

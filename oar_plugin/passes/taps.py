@@ -9,7 +9,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,17 @@ class Tap:
         leaf.register_post_accumulate_grad_hook(deliver)
         # Do not return the leaf: verl's patch of Megatron's recomputation frees a layer's input before `receive` runs.
         return leaf.clone() if self.noise is None else leaf + self.noise(leaf.detach()).to(leaf.dtype)
+
+
+def together(tap: Tap, more: Tap) -> Tap:
+    """`tap`, whose forward also reads the rows of `more`, which has no scalar."""
+    count = len(tap.row_position_N)
+
+    def probe(project: Project, hidden_NH: Tensor) -> Tensor | None:
+        more.probe(project, hidden_NH[count:])
+        return tap.probe(project, hidden_NH[:count])
+
+    return replace(tap, row_position_N=torch.cat([tap.row_position_N, more.row_position_N]), probe=probe)
 
 
 def to_device(device: torch.device, *tensors: Tensor) -> list[Tensor]:

@@ -28,20 +28,14 @@ class Reading(Tap):
     and the token after each packed token, int64 `[T]`; -1: the sequence ends.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        row_N: Tensor | None = None,
-        rows_only: bool = False,
-        fused: tuple[float, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, row_N: Tensor | None = None, fused: tuple[float, Tensor] | None = None) -> None:
         chosen = slice(None) if row_N is None else row_N
         local_N = layout.local_T[chosen]
         self.layout, self.num_rows = layout, len(local_N)
         self.fused = fused and (fused[0], fused[1][chosen])
         position_N, self.held_N = to_device(layout.device, local_N[local_N >= 0], (local_N >= 0).nonzero()[:, 0])
-        super().__init__(position_N, self._read, rows_only)
-        self.tapped_NV = self.own_NV = torch.zeros(0)  # from the projection; from the model, unless `rows_only`
+        super().__init__(position_N, self._read, rows_only=False)
+        self.tapped_NV = self.own_NV = torch.zeros(0)  # from the projection, from the model
         self.embeddings = self.eps = 0.0
 
     def leaf(self, embedding: Tensor) -> Tensor | None:
@@ -54,7 +48,7 @@ class Reading(Tap):
 
     def see(self, output: Any) -> None:
         own = output.logits if self.fused is None else torch.stack([output.entropy, output.log_probs], -1)
-        if not self.rows_only and own.shape[:-1].numel() == self.layout.num_embeddings:
+        if own.shape[:-1].numel() == self.layout.num_embeddings:
             self.own_NV = self._whole(own.flatten(0, -2)[self.row_position_N])
 
     def _whole(self, logits_NV: Tensor) -> Tensor:

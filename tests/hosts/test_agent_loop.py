@@ -20,11 +20,13 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.noise import response_seeds, step_seed
 from oar_plugin.hosts.verl import agent_loop
 from oar_plugin.hosts.verl.agent_loop import Group
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.hosts.vllm.scorer import ScoringResult
-from oar_plugin.passes.prediction import ENOUGH
+from oar_plugin.passes.gradient import Packed
+from oar_plugin.passes.prediction import Predictor, Units
 from oar_plugin.passes.request import IMPORTANCE, SEGMENTS, STATUS
 from tests.hosts.engine import world
 
@@ -132,7 +134,7 @@ def run(monkeypatch):
     monkeypatch.setattr(base, "_compute_score", score)
     monkeypatch.setattr(base, "_run_prompt", prompt)
 
-    def go(server, outputs, validate=False, limits=None, labels=0, **oar):
+    def go(server, outputs, validate=False, limits=None, share=None, **oar):
         tokenizer, rollout = world.make_tokenizer(), {"n": len(outputs), **(limits or {})}
         settings = {"algorithm": {"use_kl_in_reward": False}, "actor_rollout_ref": {"rollout": rollout}}
         config = OmegaConf.create(settings | {"data": {"max_response_length": world.MAX_RESPONSE_LENGTH}})
@@ -141,7 +143,8 @@ def run(monkeypatch):
         copies = {"importance": "oar_p", "perturbation": {"backend": "rollout"}, "answer_patterns": ["hash"]}
         monkeypatch.setattr(agent_loop, "resolve", lambda config: OarConfig.parse(copies | oar))
         worker = agent_loop.OarAgentLoopWorker(config=config, model_config=held, tokenizer=tokenizer, llm_client=server)
-        worker._labels += labels
+        if share is not None:
+            worker.oar_share(share)
         queue = {}
         task = dict(uid="u", global_steps=1, outputs=outputs, queue=queue)
         asyncio.run(worker._run_prompt(task, {}, {"validate": validate}))
@@ -210,16 +213,38 @@ def test_only_what_has_a_signal_and_an_answer_is_sent(run, oar, outputs, expecte
     assert len(server.tasks) == expected.count(Status.SCORED)
 
 
-@pytest.mark.parametrize(
-    ("labels", "scored"),
-    [(0, [0, 1, 3, 4]), ((10**6, ENOUGH[1] - 4), [0, 1, 3, 4]), ((ENOUGH[0] - 60, 99), [0, 1, 3, 4]), (ENOUGH, [0])],
-)
-def test_a_share_of_the_responses_is_scored_once_enough_labels_of_enough_responses_are(run, labels, scored):
+@pytest.mark.parametrize(("share", "scored"), [(None, [0, 1, 3, 4]), (world.SHARE, [0])])
+def test_the_share_that_the_driver_says_is_scored_until_then_all(run, share, scored):
     """The actor predicts from these."""
     outputs = [output(row, float(row > 0)) for row in world.SCORED]
-    fields = run(Server(), outputs, amortize={"share": world.SHARE}, labels=labels)
+    fields = run(Server(), outputs, amortize={"share": world.SHARE}, share=share)
     statuses = {row: status_of(fields[session][0]) for session, row in enumerate(world.SCORED)}
     assert statuses == {row: Status.SCORED if row in scored else Status.NOT_SCORED for row in world.SCORED}
+
+
+def test_engines_score_the_units_that_the_actor_takes_for_labels(run):
+    server = Server()
+    run(server, [output(row, float(row > 0)) for row in world.SCORED], amortize={"share": world.SHARE, "units": 3})
+    assert len(server.tasks) == 4
+    for task in server.tasks:
+        packed = packed_of_task(task)
+        seed_B = response_seeds(packed.token_T, packed.response_T, 1, step_seed(0, 1))
+        labelled_N = Predictor(world.SHARE, 3, 1).labelled(Units(packed, 1), seed_B, torch.tensor([True]))
+        at_T = packed.reasoning_T.nonzero()[:, 0][labelled_N] - task.prompt_length
+        assert [place for unit in task.units for place in unit] == at_T.tolist()
+
+
+def packed_of_task(task):
+    """The whole response of a task, which one of the rows has."""
+    whole = next(
+        torch.cat([prompt, response])
+        for prompt, response in world.encode()
+        if torch.cat([prompt, response]).tolist()[: len(task.token_ids)] == task.token_ids
+    )
+    row = next(row for row in world.SCORED if torch.cat(world.encode()[row]).equal(whole))
+    segments_L = world.segments_of(world.ROWS[row][1]).long()
+    outside = torch.full((task.prompt_length,), int(Segment.OUTSIDE))
+    return Packed(whole, torch.cat([outside, segments_L]), torch.tensor([0, len(whole)]))
 
 
 def test_validation_is_not_scored(run):

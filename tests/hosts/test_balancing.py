@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from verl.utils import tensordict_utils as tu
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
-from oar_plugin.hosts.verl.balancing import balanced_partitions, scored_first
-from oar_plugin.hosts.verl.importance_pass import ImportancePass
+from oar_plugin.hosts.verl.balancing import balanced_partitions, filled_up
+from oar_plugin.hosts.verl.importance_pass import ROW, EngineBatch, ImportancePass
+from tests.asked import asked
 from tests.hosts.engine.world import nested
 
 
@@ -59,32 +60,30 @@ def test_the_scoring_pass_runs_at_most_a_tenth_more_than_it_needs_and_work_is_as
     if ranks == 64:
         assert max(work_B[rows].sum() for rows in ours) < 1.001 * max(work_B[rows].sum() for rows in verls)
     ahead = max(int(scored_B[rows].sum()) for rows in ours)
-    first = (rows[scored_first(scored_B[rows], length_B[rows], ahead)[:ahead]] for rows in map(torch.tensor, ours))
+    parts = ((rows, scored_B[rows].nonzero()[:, 0].tolist()) for rows in map(torch.tensor, ours))
+    first = (rows[filled_up(scored, length_B[rows], ahead)] for rows, scored in parts)
     assert length_B[torch.cat([*first])].sum() <= 1.1 * length_B[scored_B].sum()
 
 
-def test_a_rank_fills_up_with_its_shortest_rows_and_leaves_the_others_where_they_stood():
-    scored = torch.tensor([0, 1, 0, 0, 1, 0]).bool()
+def test_a_rank_fills_up_with_its_shortest_rows():
     length = torch.tensor([9, 5, 3, 7, 5, 4])
-    assert scored_first(scored, length, 4).tolist() == [1, 4, 2, 5, 0, 3]
-    assert scored_first(scored, length, 2).tolist() == [1, 4, 0, 2, 3, 5]
+    assert filled_up([1, 4], length, 4).tolist() == [1, 4, 2, 5]
+    assert filled_up([1, 4], length, 2).tolist() == [1, 4]
 
 
 # ---- the engine's side
 
 
-class Host:
-    def infer_batch(self, data, loss_function=None):
-        self.ran = [len(row) for row in data["input_ids"].unbind()]
-        return {}
-
-
-class Engine(ImportancePass, Host):
+class Engine(ImportancePass):
     """An engine whose maximum over ranks is given."""
 
     def __init__(self, largest, most=8, divisor=1):
-        self.largest, self.divisor, self._marks = largest, divisor, []
+        self.largest, self.divisor, self._sum_over_data = largest, divisor, None
         self.engine_config = SimpleNamespace(micro_batch_size_per_gpu=most, max_token_len_per_gpu=100)
+
+    def _run_or_run_out_of_memory(self, data, work, request):
+        self.ran = data
+        return True
 
     def max_over_ranks(self, count):
         assert count <= self.largest
@@ -96,7 +95,7 @@ class Engine(ImportancePass, Host):
 
 def rows(number, dynamic, infer_size=8):
     data = TensorDict({"input_ids": nested([torch.arange(1 + i) for i in range(number)])}, [number])
-    tu.assign_non_tensor(data, use_dynamic_bsz=dynamic, micro_batch_size_per_gpu=infer_size)
+    tu.assign_non_tensor(data, use_dynamic_bsz=dynamic, micro_batch_size_per_gpu=infer_size, max_token_len_per_gpu=100)
     return data
 
 
@@ -112,23 +111,19 @@ def rows(number, dynamic, infer_size=8):
         (24, 16, 1, False, 24, 2),
     ],
 )
-def test_how_many_rows_take_the_scoring_pass(largest, most, divisor, dynamic, ahead, micro_batches):
+def test_how_many_rows_take_a_pass_of_their_own(largest, most, divisor, dynamic, ahead, micro_batches):
     engine, data = Engine(largest, most, divisor), rows(24, dynamic, infer_size=16)
-    order, found = engine._scored_first(data, torch.arange(24) < min(4, largest))
-    assert found == ahead
-    assert sorted(order.tolist()) == list(range(24))
+    assert EngineBatch(engine, data, asked("fisher")).gradient(range(min(4, largest)), None)
+    found = engine.ran[ROW].tolist() if largest else []
+    assert len({*found}) == len(found) == ahead
     if micro_batches:
-        scoring = tu.index_select_tensor_dict(data, order[:found])
-        engine._limit_micro_batches(scoring)
-        assert found / scoring["micro_batch_size_per_gpu"] == micro_batches
-        assert scoring["micro_batch_size_per_gpu"] <= most
+        assert ahead / engine.ran["micro_batch_size_per_gpu"] == micro_batches
+        assert engine.ran["micro_batch_size_per_gpu"] <= most
 
 
 @pytest.mark.parametrize(
-    ("rest", "divisor", "dynamic", "fill"),
-    [(411, 1, False, 5), (16, 1, False, 0), (3, 1, False, 5), (20, 4, False, 12), (411, 1, True, 0)],
+    ("count", "divisor", "dynamic", "whole"),
+    [(411, 1, False, 416), (16, 1, False, 16), (20, 4, False, 32), (3, 2, True, 4)],
 )
-def test_rows_that_are_not_scored_run_in_whole_micro_batches_filled_up_with_the_shortest(rest, divisor, dynamic, fill):
-    engine, data = Engine(0, divisor=divisor), rows(rest + 2, dynamic=dynamic)
-    engine._infer_unscored(data, torch.arange(2, rest + 2), None)
-    assert engine.ran == [*range(3, rest + 3), *[3] * fill]
+def test_copies_run_in_whole_micro_batches(count, divisor, dynamic, whole):
+    assert EngineBatch(Engine(0, divisor=divisor), rows(2, dynamic), asked("oar_p")).whole(count) == whole

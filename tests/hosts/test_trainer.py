@@ -23,12 +23,14 @@ from benchmarks.tiny.words import make_tokenizer
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.noise import step_seed
+from oar_plugin.credit.noise import response_seeds, step_seed
 from oar_plugin.hosts.verl import offload, trainer_credit
 from oar_plugin.hosts.verl import trainer as ours
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
 from oar_plugin.page.record import parse_response
-from oar_plugin.passes.request import IMPORTANCE, MEASURES, NEEDED, REQUEST, SECONDS, Request
+from oar_plugin.passes import prediction
+from oar_plugin.passes.prediction import hashed
+from oar_plugin.passes.request import CHOSEN, IMPORTANCE, MEASURES, NEEDED, REQUEST, SECONDS, Request
 from oar_plugin.token_credit import TokenCredit
 from tests.asked import GIVEN
 from tests.hosts.answer import answer_of
@@ -61,6 +63,7 @@ class World:
             "rm_scores": self.rm_scores(),
             NEEDED: nested([torch.tensor([1]) for _ in self.lengths]),
             "prompts": nested([torch.arange(PROMPT) for _ in self.lengths]),
+            "input_ids": nested([torch.randint(99, (PROMPT + length,)) for length in self.lengths]),
             "responses": nested([torch.arange(length) for length in self.lengths]),
             "raw_prompt": NonTensorStack(
                 *([{"role": "user", "content": TOKENIZER.decode([*range(PROMPT)])}] for _ in uids)
@@ -85,6 +88,9 @@ class World:
         self.trainer.tokenizer = TOKENIZER
         self.trainer._credit = TokenCredit(self.trainer.oar, self.trainer.tokenizer, offloads=True)
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
+        self.shares = []  # that rollout workers were told
+        workers = [SimpleNamespace(oar_share=SimpleNamespace(remote=self.shares.append))]
+        self.trainer.agent_loop_manager = SimpleNamespace(agent_loop_workers=workers)
 
     def kv_batch_get(self, keys, partition_id, select_fields):
         rows = [self.keys.index(key) for key in keys]
@@ -338,6 +344,32 @@ def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world
 
 
 @pytest.mark.parametrize("rewards", [[1.0] * 6, [1.0, 0.0] * 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_driver_chooses_the_same_rows_for_any_number_of_ranks_and_spreads_them(world, monkeypatch, ranks):
+    monkeypatch.setattr(prediction, "ENOUGH", (0, 0))
+    monkeypatch.setattr(prediction, "FEWEST", 1)
+    uids, rewards = [*"abcdefgh"] * 2, [1] * 8 + [0] * 5 + [1] * 3  # five groups of eight have a signal
+    torch.manual_seed(0)
+    one = world(
+        uids=uids, rewards=rewards, lengths=range(4, 20), importance="oar_p", amortize={"share": 0.25, "units": 2}
+    )
+    one.trainer.actor_rollout_wg._dispatch_info["actor"] = [*range(ranks)]
+    monkeypatch.setattr(BASE.PPOTrainer, "_balance_batch", lambda self, batch, *_, **__: batch)
+    one.batch = one.trainer._balance_batch(one.batch, one.metrics)
+    needed = one.needed()
+    assert [row for row, mark in enumerate(needed) if mark] == [*range(5), *range(8, 13)]
+    packed, order = one.fields["input_ids"], [*range(5), *range(8, 13)]
+    hashes = [
+        hashed(response_seeds(packed[row], torch.zeros_like(packed[row]), 1, step_seed(0, 1))).item() for row in order
+    ]
+    chosen = {order[place] for place in np.argsort(hashes)[:3]}  # of ten
+    assert {row for row, mark in enumerate(needed) if mark == CHOSEN} == chosen
+    placed = [one.keys.index(key) in chosen for key in one.batch.keys]
+    each = len(placed) // ranks
+    counts = [sum(placed[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+    assert max(counts) - min(counts) <= 1
+
+
 def test_where_no_row_differs_from_the_others_verls_own_dealing_stays(world, rewards):
     # There are two ways, and verl takes the other one.
     ours, verls = (world(rewards=rewards, lengths=[7, 3, 1, 9, 3, 7]) for _ in range(2))
@@ -453,6 +485,8 @@ def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_sc
     assert one.metrics["oar/offload/left_for_actor"] == pytest.approx(1 / 6)
     assert one.metrics["oar/amortize/predicted"] == pytest.approx(1 / 3), "of the batch's responses"
     assert one.metrics["oar/amortize/learning_steps"] == 3
+    assert one.metrics["oar/amortize/unlabelled"] == 0
+    assert one.shares == [1.0], "in the next step all, for there are few labels"
     assert "oar/amortize/explained" not in one.metrics
 
 

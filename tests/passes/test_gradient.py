@@ -74,7 +74,7 @@ def measure(model, kind, batch=None, **more):
     request, batch = request_of(kind, **more), batch or padded(rows_of())
     one = MicroBatchPass(request, *packed_rows(*batch))
     with ModelTaps(model) as taps:
-        for forward in one.importance.forwards(request.config.num_draws, log_probs=False):
+        for forward in one.importance.forwards(request.config.num_draws):
             with taps.running(forward):
                 taps.tap = one.tap(forward)
                 model(input_ids=batch[0], attention_mask=batch[2].long(), use_cache=False)

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from oar_plugin.credit import regression
+from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.perturbation import units as cut
 from oar_plugin.passes import prediction
-from oar_plugin.passes.gradient import Packed, Scores
+from oar_plugin.passes.gradient import Layout, Packed, Scores
 from oar_plugin.passes.masked_copies import MaskedCopies
-from oar_plugin.passes.plain import batch_importance, packed_rows
-from oar_plugin.passes.predicted_batch import PredictedBatch
-from oar_plugin.passes.prediction import Features, Predictor, predictor_of
+from oar_plugin.passes.plain import PlainHost, batch_importance
+from oar_plugin.passes.prediction import Features, Predictor
+from oar_plugin.passes.schedule import Schedule
 from tests.asked import asked
 from tests.hosts.engine import world
 from tests.passes.batch import padded, rows_of
@@ -38,25 +39,29 @@ def few_labels(monkeypatch):
 # ---- a plain model
 
 
-def predict(model, predictor, request, max_tokens=2**13, count=4):
+@pytest.fixture
+def scored(monkeypatch):
+    """Rows of each gradient pass."""
+    rows, gradient = [], PlainHost.gradient
+    monkeypatch.setattr(PlainHost, "gradient", lambda *given: rows.append(given[1]) or gradient(*given))
+    return rows
+
+
+def predict(model, schedule, request, max_tokens=2**13, count=4):
     rows = [tensor_BL[:count] for tensor_BL in padded(rows_of())]
-    batch = PredictedBatch(predictor, request, packed_rows(*rows)[0], torch.ones(count).bool(), torch.clone, CPU)
-    importance_BL = batch_importance(model, request, *rows, max_tokens, predicted=batch)
-    batch.end_step()
-    return importance_BL, batch.scored_B
+    return batch_importance(model, request, *rows, max_tokens, schedule=schedule)
 
 
 @pytest.mark.parametrize(("importance", "max_tokens"), [("fisher", 2**13), ("fisher", 1), ("oar_g", 90), ("oar_p", 90)])
-def test_every_token_is_paid_by_what_earlier_steps_taught(model, folder, importance, max_tokens):
+def test_every_token_is_paid_by_what_earlier_steps_taught(model, folder, scored, importance, max_tokens):
     """Those of responses that are scored too."""
     more = {"replacement_token": world.PAD, "temperature": world.TEMPERATURE}
     request = asked(importance, amortize={"share": world.SHARE}, **more)
-    predictor = predictor_of(request.config)
-    first, scored_B = predict(model, predictor, request, max_tokens)
-    assert scored_B.all(), "as many labels as are needed"
+    schedule = Schedule(request.config)
+    first, second = (predict(model, schedule, request, max_tokens) for _ in range(2))
     assert not first.any()
-    second, scored_B = predict(model, predictor, request, max_tokens)
-    assert scored_B.sum() == ceil(world.SHARE * 4)
+    if importance != "oar_p":
+        assert list(map(len, scored)) == [4, ceil(world.SHARE * 4)], "first as many labels as are needed"
     scores = world.counterfactual if importance == "oar_p" else lambda folder: world.reference(folder, importance)
     want = world.predicted(folder, lambda: scores(folder), torch.float32)
     for got_L, (ids, _), row in zip(second, rows_of(), world.SCORED, strict=True):
@@ -65,7 +70,7 @@ def test_every_token_is_paid_by_what_earlier_steps_taught(model, folder, importa
         close = {"rtol": 2e-2 if importance == "oar_g" else 1e-3, "atol": 1e-8}  # rounding of P_noisy - P
         torch.testing.assert_close(got_L[before : len(ids)], want[row], **close)
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
-    assert not predict(model, predictor, request, count=0)[0].numel(), "a rank without rows"
+    assert not predict(model, schedule, request, count=0).numel(), "a rank without rows"
 
 
 def test_only_units_that_are_labels_get_copies(model, folder, monkeypatch):
@@ -73,7 +78,7 @@ def test_only_units_that_are_labels_get_copies(model, folder, monkeypatch):
     monkeypatch.setattr(MaskedCopies, "run", lambda *given: copies.append(given[2]) or run(*given))
     monkeypatch.setattr(Predictor, "learn", lambda *given: learned.extend(given[2].tolist()) or learn(*given))
     request = asked("oar_p", span=2, replacement_token=world.PAD, amortize={"share": 1.0, "units": 3})
-    predict(model, predictor_of(request.config), request)
+    predict(model, Schedule(request.config), request)
     assert sorted(map(len, copies)) == [2, 3, 3, 3]
     exact, want = world.counterfactual(folder, span=2), []
     for row, own in zip(world.SCORED, copies, strict=True):
@@ -83,11 +88,11 @@ def test_only_units_that_are_labels_get_copies(model, folder, monkeypatch):
 
 def test_rows_that_are_not_scored_keep_nothing_for_a_backward(model):
     request, kept = asked(amortize={"share": 1e-9}), []
-    predictor, hooks = predictor_of(request.config), (lambda x: kept[-1].append(x.numel()) or x, lambda x: x)
+    schedule, hooks = Schedule(request.config), (lambda x: kept[-1].append(x.numel()) or x, lambda x: x)
     for _ in range(2):
         kept.append([])
         with torch.autograd.graph.saved_tensors_hooks(*hooks):
-            predict(model, predictor, request)
+            predict(model, schedule, request)
     assert sum(kept[0]) > 2 * sum(kept[1]) > 0
 
 
@@ -125,24 +130,39 @@ def given_to_features(*made):
     return packed_of(made), scores, torch.cat([one.log_prob_T for one in made])
 
 
-def step(predictor, made, seed=0, total=torch.clone, split=5):
+class KnownHost:
+    """Has read what is made up, `split` responses at a time."""
+
+    device, prefixes, gives_log_probs = CPU, True, True
+
+    def __init__(self, made, total=torch.clone, split=5):
+        self.made, self.total, self.split = made, total, split
+
+    def read(self, rows, work):
+        for part in (rows[start : start + self.split] for start in range(0, len(rows), self.split)):
+            at_T = torch.arange(sum(len(self.made[row].token_T) for row in part))
+            read = work.begin(part, Layout(at_T, at_T, len(at_T)))
+            _, scores, log_prob_T = given_to_features(*(self.made[row] for row in part))
+            read.micro_batch.scores.hidden_TP.copy_(scores.hidden_TP)
+            work.end(read, log_prob_T)
+            hidden, read = weakref.ref(read.micro_batch.scores.hidden_TP), None
+            assert hidden() is None, "hidden states are kept"
+
+    def masked_copies(self, packed):
+        self.labelled = packed.reasoning_T.split(packed.offsets.diff().tolist())
+        return torch.cat([one.score_T for one in self.made]) * packed.reasoning_T
+
+    def share(self, tensor):
+        return tensor
+
+
+def step(predictor, made, seed=0, *how):
     """A step: what each response is paid, and which tokens are labels, by response."""
     request = asked("oar_p", seed=seed, span=predictor.span, amortize={"share": 0.5})
-    packed, rows = packed_of(made), range(len(made))
-    batch = PredictedBatch(predictor, request, packed, torch.ones(len(made)).bool(), total, CPU)
-    scored, paid = batch.scored_B.tolist(), [one.score_T * (one.segments_T == 1) for one in made]
-    for first in (True, False):
-        of_pass = [row for row in rows if scored[row] == first]
-        for part in (of_pass[start : start + split] for start in range(0, len(of_pass), split)):
-            given_T = given_to_features(*(made[row] for row in part))
-            hidden, field_T = weakref.ref(given_T[1].hidden_TP), batch.field(*given_T, part)
-            sizes, given_T = given_T[0].offsets.diff().tolist(), None
-            assert hidden() is None, "hidden states are kept"
-            for row, own_T in zip(part, field_T.split(sizes), strict=True):
-                paid[row] = paid[row] if first else own_T
-        paid = batch.learn(torch.arange(len(made)), paid) if first else paid
-    batch.end_step()
-    return paid, batch.labelled_T.split(packed.offsets.diff().tolist())
+    schedule, packed, host = Schedule(request.config), packed_of(made), KnownHost(made, *how)
+    schedule.predictor = predictor
+    answer = schedule.run(host, request, packed, torch.full((len(made),), int(Status.SCORED)))
+    return answer.importance_T.split(packed.offsets.diff().tolist()), host.labelled
 
 
 def test_predictions_are_a_ridge_regression_of_what_earlier_steps_labelled(monkeypatch):
@@ -192,7 +212,7 @@ def test_ranks_micro_batches_and_order_change_nothing():
             barrier.wait()
             return summed
 
-        return step(two[rank], [made[row] for row in rows[rank]], number, total, split=2)
+        return step(two[rank], [made[row] for row in rows[rank]], number, total, 2)
 
     for number in range(3):
         made = responses(number)
@@ -210,13 +230,13 @@ def test_ranks_micro_batches_and_order_change_nothing():
 
 def test_responses_and_units_are_drawn_anew_in_each_step_and_spread_over_a_response():
     made, drawn, predictor = responses(0, 200), [0] * 200, Predictor(0.2, 4, 2)
-    packed, lists = packed_of(made), units_of(made)
-    predictor.regression.labels, predictor.regression.responses = world.ENOUGH
+    lists = units_of(made)
     for seed in range(20):
-        batch = PredictedBatch(predictor, asked("oar_p", seed=seed), packed, torch.ones(200).bool(), torch.clone, CPU)
-        labelled = batch.labelled_T.split(packed.offsets.diff().tolist())
-        assert batch.scored_B.sum() in (40, 41), "a fifth; a bin may have one more"
-        for row in batch.scored_B.nonzero()[:, 0].tolist():
+        predictor.regression.labels, predictor.regression.responses = world.ENOUGH
+        _, labelled = step(predictor, made, seed)
+        scored = [row for row, of_row in enumerate(labelled) if of_row.any()]
+        assert len(scored) in (40, 41), "a fifth; a bin may have one more"
+        for row in scored:
             drawn[row] += 1
             chosen = [labelled[row][list(unit)].tolist() for unit in lists[row]]
             numbers, parts = [number for number, one in enumerate(chosen) if all(one)], min(4, len(chosen))

@@ -19,7 +19,7 @@ def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of
     first = requests[0]
     assert Request.of_step(config, 1, max_response_length=100, temperature=0.6) == first
     assert (first.temperature, first.config, first.max_response_length) == (0.6, config, 100)
-    assert [forward.log_probs for forward in first.forwards()] == [True, False]
+    assert [forward.draw for forward in first.forwards()] == [0, 1]
     assert first.importance_object is config.importance_object
 
 

@@ -20,9 +20,10 @@ from oar_plugin.credit.gate import GATES
 from oar_plugin.credit.importance import IMPORTANCES
 from oar_plugin.credit.probe import PROBES
 from oar_plugin.passes import rows as rows_module
+from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
+from oar_plugin.passes.host import Work
 from oar_plugin.passes.plain import batch_importance, gradient_importance
-from oar_plugin.passes.request import IMPORTANCE
-from oar_plugin.passes.taps import ModelTaps, to_device
+from oar_plugin.passes.taps import to_device
 from oar_plugin.token_credit import TokenCredit
 from tests.asked import asked
 from tests.hosts.engine import world
@@ -169,18 +170,19 @@ def test_verls_fsdp_engine_does_not_wait_around_a_forward_step(monkeypatch, mode
     """Around a stand-in for verl's own `forward_step`, which waits by itself (`loss.item()`). Under Ulysses a pack, on the one
     rank of a group: sums over ranks are asked for, and verl's attention is not here."""
     pytest.importorskip("verl")
+    from tensordict import TensorDict
+
     from oar_plugin.hosts.verl import fsdp
     from oar_plugin.hosts.verl.fsdp import OarFSDPMixin
-    from oar_plugin.hosts.verl.importance_pass import SEQUENCE_SEGMENTS
+    from oar_plugin.hosts.verl.importance_pass import ROW, packed_of
     from oar_plugin.passes.request import nested
 
     class Host:
         use_ulysses_sp = use_remove_padding = ulysses
         ulysses_parallel_group = None
 
-        def forward_step(self, micro_batch, **_):
-            self.module(**self.prepare_model_inputs(micro_batch)[0], use_cache=False)
-            return None, {"model_output": {}}
+        def get_data_parallel_group(self):
+            return None
 
         def prepare_model_inputs(self, micro_batch):
             ids = micro_batch["input_ids"]
@@ -189,14 +191,20 @@ def test_verls_fsdp_engine_does_not_wait_around_a_forward_step(monkeypatch, mode
 
     group = mock.Mock(get_rank=lambda group: 0)
     monkeypatch.setattr(fsdp, "distributed", group)
+    monkeypatch.setattr(fsdp, "prepare_micro_batches", lambda data, **_: ([data], None))
+    monkeypatch.setattr(fsdp.tu, "assign_non_tensor", lambda data, **_: None)
 
     def scored(model):
-        engine = type("Engine", (OarFSDPMixin, Host), {"module": model, "_marks": []})()
-        tokens, segments = map(list, zip(*rows_of(), strict=True))
-        with ModelTaps(model) as taps:
-            micro_batch = {"input_ids": nested(tokens), SEQUENCE_SEGMENTS: nested(segments)}
-            output = engine._score_micro_batch(micro_batch, request_of(name), taps)["model_output"]
-            return output[IMPORTANCE].values()
+        engine = type("Engine", (OarFSDPMixin, Host), {"module": model})()
+        engine.model_config = mock.Mock(enable_gradient_checkpointing=False, use_fused_kernels=False)
+        engine.model_config.enable_activation_offload, engine.ulysses_sequence_parallel_size = False, 1
+        engine._autocast_dtype, tokens, segments = torch.float32, *map(list, zip(*rows_of(), strict=True))
+        data = TensorDict({"input_ids": nested(tokens), ROW: torch.arange(len(tokens))}, [len(tokens)])
+        packed, request, found = packed_of(data, segments), request_of(name), []
+        begin = lambda rows, layout: MicroBatchPass(request, packed, layout)  # noqa: E731
+        engine._run(data, Work(request.forwards(), begin, lambda micro_batch, log_prob_T: found.append(micro_batch)))
+        found[0].total(engine._sum_over_sharing_ranks)
+        return importance_of_scores(request, packed, found[0].scores)
 
     with Pretended() as device:
         got = scored(models[1])

@@ -6,7 +6,7 @@ Shape suffixes: N rows, V vocabulary, T tokens, H hidden size, K backwards, B re
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -121,12 +121,10 @@ class Importance:
             raise NotImplementedError(f"{count} backwards and no method combine that makes the importance")
         return parts.score_KBL[0]
 
-    def forwards(self, draws: int, log_probs: bool = True) -> list[Forward]:
-        """The forwards of one gradient pass, in order. With `log_probs` the host takes log-probs and entropy from the first."""
+    def forwards(self, draws: int) -> list[Forward]:
+        """The forwards of one gradient pass, in order."""
         plan = [Forward(number, draw) for draw in range(draws) for number in range(len(self.backwards))]
-        if self.noisy or (self.reads and not self.backwards):
-            plan.insert(0, Forward(None))
-        return [replace(plan[0], log_probs=log_probs), *plan[1:]] if plan else []
+        return [Forward(None), *plan] if self.noisy or (self.reads and not self.backwards) else plan
 
     @property
     def noisy(self) -> bool:

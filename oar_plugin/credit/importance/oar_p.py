@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oar_plugin.credit.importance.base import Importance
 from oar_plugin.credit.probe import Probe
+from oar_plugin.credit.vocabulary import WHOLE_VOCABULARY, VocabularyShard
 
 
 class OarP(Importance):
@@ -27,12 +28,15 @@ def log_distribution(logits_KV: Tensor) -> Tensor:
     return logits_KV.double().log_softmax(-1)
 
 
-def divergence(reference: Tensor, outcome_K: Tensor, probe: Probe) -> Tensor:
-    """Returns `KL(reference || outcome)` of each copy, float64 `[K]`, for log-distributions `[V]` and `[K, V]`.
+def divergence(
+    reference: Tensor, outcome_K: Tensor, probe: Probe, vocabulary: VocabularyShard = WHOLE_VOCABULARY
+) -> Tensor:
+    """Returns `KL(reference || outcome)` of each copy, float64 `[K]`, for log-distributions `[V]` or `[K, V]`, and `[K, V]`.
 
-    For the probe `answer_joint`, both are mean log-probabilities, a scalar and `[K]`, and the result is their difference.
+    For the probe `answer_joint`, both are mean log-probabilities, a scalar or `[K]`, and `[K]`, and the result is their
+    difference.
     """
     if probe == "answer_joint":
         return reference.double() - outcome_K.double()
     terms_KV = reference.exp() * (reference - outcome_K)
-    return terms_KV.masked_fill(reference == -math.inf, 0.0).sum(-1)  # of banned tokens
+    return vocabulary.total(terms_KV.masked_fill(reference == -math.inf, 0.0).sum(-1))  # of banned tokens

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import needs_credit
-from oar_plugin.hosts.openrlhf.actor import ActorPass
+from oar_plugin.hosts.openrlhf.actor import actor_pass
 from oar_plugin.hosts.openrlhf.settings import OPTION, settings_of
 from oar_plugin.page.dumps import Dumps
 from oar_plugin.passes.request import Request
@@ -56,11 +56,11 @@ class OarAdvantage:
     def actor_forward(
         self, actor: Any, plugin_inputs: dict[str, Any], sequences: Tensor, *masks: Tensor, **more: Any
     ) -> tuple[Tensor, Tensor]:
-        """In the actor: log-probs and importance of a micro-batch (see `ActorPass.run`)."""
+        """In the actor: log-probs and importance of a micro-batch (see `actor_pass`)."""
         request, segments_BA = Request.from_dict(plugin_inputs["request"]), plugin_inputs["segments"].long()
         before = sequences.shape[1] - segments_BA.shape[1]
         segments_BT = pad(segments_BA, (before, 0), value=int(Segment.OUTSIDE)).to(sequences.device)
-        return ActorPass(actor, request, self._args, more).run(sequences, segments_BT, *masks)
+        return actor_pass(actor, request, self._args, sequences, segments_BT, *masks, **more)
 
     def update_advantages(self, experiences: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         """In the trainer: advantages times weights, and metrics in `info`, which OpenRLHF averages over responses.

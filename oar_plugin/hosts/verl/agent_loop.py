@@ -22,14 +22,14 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import response_seeds, step_seed
-from oar_plugin.credit.perturbation import units
+from oar_plugin.credit.perturbation import Unit, units
 from oar_plugin.estimator import needs_credit, weigh_rows
 from oar_plugin.hosts.verl.capabilities import accepted
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, TENTHS, OffloadRecord
 from oar_plugin.hosts.verl.settings import ZERO_WHEN_EQUAL, length_limits, resolve
 from oar_plugin.hosts.vllm.scorer import ScoringResult, ScoringTask
 from oar_plugin.output import logger
-from oar_plugin.passes.prediction import ENOUGH, hashed
+from oar_plugin.passes.prediction import drawn_units, hashed
 from oar_plugin.passes.request import replacement_token
 from oar_plugin.passes.segments import LostTime, end_of_sequence_tokens, longest_of, segment_response
 from oar_plugin.passes.tokens import TokenBytes
@@ -100,7 +100,7 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self._eos_ids = end_of_sequence_tokens(self.model_config.tokenizer, self.model_config.generation_config)
         self._replacement = replacement_token(self._oar, self.tokenizer)
         self._groups: dict[str, Group] = {}
-        self._labels = np.zeros(2)  # units that engines scored for this worker, and their responses
+        self._share = 1.0  # of the responses that engines score: until the driver says otherwise, all
 
     async def _run_prompt(
         self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False, **more: Any
@@ -158,16 +158,13 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     self._lost_time = step, LostTime()
                 found_by = self._finder, self._token_bytes, self._eos_ids, *longest, self._lost_time[1]
                 segments, status = segment_response(output.response_ids, mask, *found_by)
-                if status == Status.SCORED and not self._chosen(output, step):
+                seed_1 = self._seed(output, step)
+                if status == Status.SCORED and not bool(hashed(seed_1) < self._share):
                     status = Status.NOT_SCORED
                 record = record._replace(status=status)
                 if record.status == Status.SCORED:
-                    labels = np.array([(segments == Segment.REASONING).sum() / self._oar.perturbation.span, 1])
-                    self._labels += labels  # before the wait: other responses are chosen in the meantime
-                    result, record = await self._score(output, segments, step)
-                    if result.importance is None:
-                        self._labels -= labels
-                    else:
+                    result, record = await self._score(output, segments, step, seed_1)
+                    if result.importance is not None:
                         importance[:] = result.importance  # raises an error if the length is wrong
             fields = self._weighed(importance, segments, record.status)
         except Exception:
@@ -176,14 +173,20 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             fields = self._weighed(np.zeros_like(importance), segments, record.status)
         return fields | {OFFLOAD: record.to_row()}
 
-    def _chosen(self, output: ScoredOutput, step: int) -> bool:
-        """Whether the engines score a response, for the actor's predictions (`oar_plugin.passes.prediction`) if not for all."""
-        share = self._oar.amortize.share
-        if share is None or (self._labels < ENOUGH).any():
-            return True
+    def oar_share(self, share: float) -> None:
+        """From now on the engines score this share of the responses, for the actor's predictions: the smallest hashes."""
+        self._share = share
+
+    def _seed(self, output: ScoredOutput, step: int) -> Tensor:
         token_T = torch.tensor([*output.prompt_ids, *output.response_ids])
-        seed = step_seed(self._oar.seed, max(step, 1))
-        return bool(hashed(response_seeds(token_T, torch.zeros_like(token_T), 1, seed)) < share)
+        return response_seeds(token_T, torch.zeros_like(token_T), 1, step_seed(self._oar.seed, max(step, 1)))
+
+    def _units(self, segments: np.ndarray, seed_1: Tensor) -> list[Unit]:
+        """The units of a response that get copies: those that the actor takes for labels."""
+        every = units((segments == Segment.REASONING).tolist(), self._oar.perturbation.span)
+        if (number := self._oar.amortize.units) is None or len(every) <= number:
+            return every
+        return [every[index] for index in drawn_units(torch.tensor([len(every)]), seed_1, number)[0].tolist()]
 
     def _weighed(self, importance: np.ndarray, segments: np.ndarray, status: int) -> dict[str, Tensor]:
         if status != Status.SCORED:
@@ -193,14 +196,14 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return {ENGINE_FIELDS[name]: row for name, (row,) in answer.items()}
 
     async def _score(
-        self, output: ScoredOutput, segments: np.ndarray, step: int
+        self, output: ScoredOutput, segments: np.ndarray, step: int, seed_1: Tensor
     ) -> tuple[ScoringResult, OffloadRecord]:
         oar, answer, prompt_length = self._oar, np.flatnonzero(segments == Segment.ANSWER), len(output.prompt_ids)
         task = ScoringTask(
             token_ids=[*output.prompt_ids, *output.response_ids[: int(answer[-1]) + 1]],
             prompt_length=prompt_length,
             answer_start=prompt_length + int(answer[0]),
-            units=units((segments == Segment.REASONING).tolist(), oar.perturbation.span),
+            units=self._units(segments, seed_1),
             response_length=len(segments),
             probe=oar.probe_at(max(step, 1)),
             replacement_token=self._replacement,

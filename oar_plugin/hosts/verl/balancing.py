@@ -15,7 +15,7 @@ def balanced_partitions(lengths: Sequence[int], scored: Sequence[bool], ranks: i
     """The rows of each rank, in batch order; every rank gets the same number of rows, which `ranks` divides.
 
     `lengths` are tokens per row, prompt and response. The ranks' numbers of scored rows differ by at most one. Ranks with one
-    less get the shortest of the other rows, which `scored_first` adds to the pass.
+    less get the shortest of the other rows, which `filled_up` adds to the pass.
     """
     by_length = sorted(range(len(lengths)), key=lambda row: lengths[row])
     ahead, others = ([row for row in by_length if bool(scored[row]) is wanted] for wanted in (True, False))
@@ -35,9 +35,9 @@ def largest_divisor(number: int, most: int) -> int:
     return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
-def scored_first(scored_B: Tensor, length_B: Tensor, ahead: int) -> Tensor:
-    """An order of a rank's rows: the scored ones, then the shortest others up to `ahead` rows, then the rest in its order."""
-    scored, others = scored_B.nonzero()[:, 0], (~scored_B).nonzero()[:, 0]
-    by_length = others[length_B[others].argsort(stable=True)]
-    filling = max(0, ahead - len(scored))
-    return torch.cat([scored, by_length[:filling], by_length[filling:].sort().values])
+def filled_up(rows: Sequence[int], length_B: Tensor, count: int) -> Tensor:
+    """`count` of a rank's rows: these, and the shortest others."""
+    others = torch.ones(len(length_B), dtype=torch.bool)
+    others[list(rows)] = False
+    by_length = others.nonzero()[:, 0][length_B[others].argsort(stable=True)]
+    return torch.cat([torch.tensor(rows, dtype=torch.long), by_length[: count - len(rows)]])

@@ -1,12 +1,13 @@
-"""verl's Megatron engine with importance: log-probs, entropy and importance from one run of the pipeline schedule.
+"""verl's Megatron engine with importance: verl's own schedule, under hooks.
 
-Megatron's schedules run forward and backward of all micro-batches in an order of their own, so each `Forward` of an importance
-is one whole schedule. A noise-free and a perturbed forward cannot share a schedule: the perturbed forward's gradient needs the
+Megatron's schedules run forward and backward of all micro-batches in an order of their own, so each `Forward` of a work is one
+whole schedule. A noise-free and a perturbed forward cannot share a schedule: the perturbed forward's gradient needs the
 noise-free distribution, which the last stage has only when the micro-batch has gone through the whole pipeline.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,11 +26,12 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.vocabulary import VocabularyShard
-from oar_plugin.hosts.verl.importance_pass import ROW, ImportancePass, packed_of, register_engines
-from oar_plugin.hosts.verl.settings import REFUSED, copies_under_megatron
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Scores
+from oar_plugin.hosts.verl.importance_pass import ROW, ImportancePass, register_engines
+from oar_plugin.hosts.verl.settings import REFUSED
+from oar_plugin.passes.gradient import Layout
+from oar_plugin.passes.host import Work
 from oar_plugin.passes.megatron_taps import MegatronTaps, unwrapped
-from oar_plugin.passes.request import IMPORTANCE, Request
+from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import Tap, UnsupportedModelError, logit_changes
 
 _ROUTES = "routed_experts"  # verl's field for router replay
@@ -39,12 +41,12 @@ _INSTEAD = "use actor_rollout_ref.actor.strategy=fsdp2"
 
 @dataclass
 class _Schedules:
-    request: Request
+    work: Work
     taps: MegatronTaps
-    first: list[int]  # where each row of the batch begins in `scores`, and the end of the last
-    scores: Scores  # of the batch, as far as this rank has computed them
     forward: Forward  # the forward that the current schedule runs
-    micro_batches: dict[tuple[int, ...], MicroBatchPass] = field(default_factory=dict)  # by rows, for all schedules
+    begun: dict[tuple[int, ...], Any] = field(
+        default_factory=dict
+    )  # micro-batches by rows, in the order of the first schedule
 
 
 class OarMegatronMixin(ImportancePass):
@@ -54,46 +56,39 @@ class OarMegatronMixin(ImportancePass):
 
     _schedules: _Schedules | None = None
 
-    def _score(self, data: TensorDict, request: Request) -> dict[str, Any]:
-        """Scores of every row on every rank; log-probs and entropy on the ranks where verl has them.
+    def _read(self, data: TensorDict, work: Work) -> dict[str, Any]:
+        with self._running(work) as schedules:
+            output = self._infer(data)
+        offsets = data["input_ids"].offsets().tolist()
+        log_prob_T = self._log_probs_everywhere(output.get("model_output", {}).get("log_probs"), offsets[-1]).roll(1)
+        for rows, begun in schedules.begun.items():
+            work.end(begun, torch.cat([log_prob_T[offsets[row] : offsets[row + 1]] for row in rows]))
+        return output
 
-        In a schedule with backwards, the time that a pipeline's stages wait for one another counts as importance's.
-        """
-        data[ROW] = torch.arange(len(data))
-        packed = packed_of(data)
-        device, hidden = torch.device(get_device_id()), request.reads_hidden
-        scores = Scores(request.importance_object, len(packed.token_T), device, hidden)
-        output: dict[str, Any] = {}
-        forwards = request.forwards()
-        records = self._records_routes(data)
-        if records and forwards[0].backward is not None:
-            forwards = [replace(forwards[0], backward=None), replace(forwards[0], log_probs=False), *forwards[1:]]
+    def _infer(self, data: TensorDict) -> dict[str, Any]:
+        records, output = self._records_routes(data), super()._infer(data)
+        if records:  # for the gradient pass
+            data[_ROUTES] = self._recorded_routes(output)
+        return output
+
+    def _run(self, data: TensorDict, work: Work) -> None:
+        with self._running(work) as schedules:
+            for forward in work.forwards:
+                schedules.forward = forward
+                differentiates = forward.backward is not None
+                with torch.set_grad_enabled(differentiates):
+                    self.forward_backward_batch(data, None, forward_only=not differentiates)
+        for begun in schedules.begun.values():
+            work.end(begun, None)
+
+    @contextmanager
+    def _running(self, work: Work) -> Iterator[_Schedules]:
         with MegatronTaps(self.module) as taps:
-            schedules = self._schedules = _Schedules(request, taps, packed.offsets.tolist(), scores, forwards[0])
+            self._schedules = _Schedules(work, taps, work.forwards[0])
             try:
-                for forward in forwards:
-                    schedules.forward = forward
-                    differentiates = forward.backward is not None
-                    hosts = self._switching(forward.log_probs and not differentiates)
-                    with torch.set_grad_enabled(differentiates), hosts:
-                        result = self.forward_backward_batch(data, None, forward_only=not differentiates)
-                    output = output or result
-                    if records and forward is forwards[0]:
-                        data[_ROUTES] = self._recorded_routes(result)
+                yield self._schedules
             finally:
                 self._schedules = None
-        if parallel_state.get_tensor_model_parallel_rank() > 0:
-            # Each tensor-parallel rank of the last stage has read all rows, and without sequence parallelism each has all
-            # embeddings: only the first rank's values count.
-            scores.reads_NT.zero_()
-            scores.hidden_TP.zero_()
-            if not get_model_config(self.module[0]).sequence_parallel:
-                scores.score_KT.zero_()
-        scores.total(self._sum_over_sharing_ranks)
-        answer = output.setdefault("model_output", {})
-        log_prob_T = self._log_probs_everywhere(answer.get("log_probs"), len(packed.token_T)) if hidden else None
-        answer[IMPORTANCE] = self._field(request, packed, scores, data, log_prob_T)
-        return output
 
     def _records_routes(self, data: TensorDict) -> bool:
         """Whether verl records experts (mode R2), in a forward without a backward. Later forwards replay these routes."""
@@ -112,27 +107,21 @@ class OarMegatronMixin(ImportancePass):
     def forward_step(
         self, batch_iter: Any, model: nn.Module, logits_processor_func: Any, postprocess_micro_batch_func: Any
     ) -> Any:
-        """verl's forward of one micro-batch; in a pass it runs under a tap, whose scalar is the loss."""
+        """verl's forward of one micro-batch; in a work it runs under a tap, whose scalar is the loss."""
         functions = logits_processor_func, postprocess_micro_batch_func
         step: Callable[..., Any] = super().forward_step  # type: ignore[misc]
-        schedules = self._schedules
-        chunk: GPTModel = unwrapped(model)
-        if schedules is None or not (chunk.pre_process or chunk.post_process):
+        if (schedules := self._schedules) is None:
             return step(batch_iter, model, *functions)
         micro_batch: TensorDict = next(batch_iter)
         rows = tuple(micro_batch[ROW].tolist())
-        if rows not in schedules.micro_batches:
-            place_T = torch.cat([torch.arange(*schedules.first[row : row + 2]) for row in rows])
-            packed, layout = packed_of(micro_batch), self._layout(micro_batch)
-            schedules.micro_batches[rows] = MicroBatchPass(schedules.request, packed, layout, schedules.scores, place_T)
-        forward = schedules.forward
-        tap = schedules.taps.tap = schedules.micro_batches[rows].tap(forward)
+        if rows not in schedules.begun:
+            schedules.begun[rows] = schedules.work.begin(rows, self._layout(micro_batch))
+        tap = schedules.taps.tap = schedules.begun[rows].tap(schedules.forward)
         try:
-            with self._switching(forward.log_probs and forward.backward is not None):
-                output, _ = step(iter([micro_batch]), model, *functions)
+            output, finish = step(iter([micro_batch]), model, *functions)
         finally:
             schedules.taps.tap = None
-        return output, partial(self._finish, tap, micro_batch)
+        return output, finish if schedules.forward.log_probs else partial(self._finish, tap, micro_batch)
 
     def _lm_head_logits_processor(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """verl's log-probs and entropy; nothing if the tap projects only some rows."""
@@ -171,7 +160,9 @@ class OarMegatronMixin(ImportancePass):
             )
         columns = max(0, self.model_config.hf_config.vocab_size - vocabulary.start)
         total = partial(_all_reduced, parallel_state.get_context_parallel_group())
-        return Layout(local_T, embedding_T, size, torch.device(get_device_id()), vocabulary, columns, total)
+        # Each tensor-parallel rank of the last stage reads all rows. Without sequence parallelism each has all embeddings.
+        again = group.rank() > 0, group.rank() > 0 and not config.sequence_parallel
+        return Layout(local_T, embedding_T, size, torch.device(get_device_id()), vocabulary, columns, total, *again)
 
     def _local_positions(self, micro_batch: TensorDict) -> tuple[Tensor, int]:
         """`Layout.local_T`, and the length of this rank's flattened hidden states `[s * b]` (before sequence parallelism).
@@ -212,8 +203,6 @@ class OarMegatronMixin(ImportancePass):
         """The configuration decides, without the trial of `oar_plugin.passes.trial`: a forward is a whole schedule, whose
         logits go to verl in shards. It can decide: `check_chunks` admits megatron-core's own `GPTModel` and projection alone.
         """
-        if request.importance_object.copies and not request.config.offloads:
-            raise UnsupportedModelError(copies_under_megatron(request.importance))
         check_chunks(self.module)
         if changes := logit_changes(self.model_config.hf_config):
             fault = f"the model changes its logits after the vocabulary projection ({changes})"

@@ -17,6 +17,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.functional import pad
 from verl.protocol import DataProto
 from verl.trainer.ppo import core_algos, ray_trainer
 from verl.utils import tensordict_utils as tu
@@ -29,7 +30,20 @@ from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.verl.settings import draw_seed, parsed, resolve, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, needs_credit, no_importance
 from oar_plugin.hosts.verl.viewer import padded_batch, show
-from oar_plugin.passes.request import FIELDS, MEASURES, NEEDED, REQUEST, SECONDS, SEGMENTS, SHOWN, STATUS, USED, WEIGHTS
+from oar_plugin.passes.gradient import Packed
+from oar_plugin.passes.request import (
+    CHOSEN,
+    FIELDS,
+    MEASURES,
+    NEEDED,
+    REQUEST,
+    SECONDS,
+    SEGMENTS,
+    SHOWN,
+    STATUS,
+    USED,
+    WEIGHTS,
+)
 
 SAMPLED_AT = "oar_sampled_at"  # field: int64, the row of the batch before verl balances it
 ENTROPY = "oar_entropy"  # field of the log-prob pass, for dumps. verl drops its own
@@ -67,10 +81,11 @@ class OarRayTrainer(TrainerCredit):
         """Lets verl balance the batch. If only some rows are to be scored, distributes the rows again."""
         if self.oar is None or self._warms_up() or keep_minibatch or getattr(self, "use_prefix_grouper", False):
             return super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)  # type: ignore[misc]
+        self._start(self.oar)
         batch.batch[SAMPLED_AT] = torch.arange(len(batch))
         super()._balance_batch(batch, metrics, logging_prefix)  # type: ignore[misc]
         sampled_at = batch.batch.pop(SAMPLED_AT).tolist()
-        lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._needs_credit(batch).tolist()
+        lengths, needed = batch.batch["attention_mask"].sum(-1).tolist(), self._marked(batch).tolist()
         if (order := self._even_order(sampled_at, lengths, needed, metrics, logging_prefix)) is not None:
             batch.reorder(torch.tensor(order))
 
@@ -82,6 +97,14 @@ class OarRayTrainer(TrainerCredit):
             return torch.ones(len(batch), dtype=torch.bool)
         advantage_BL, reward_BL = self._advantage_of_scores(batch), batch.batch["rm_scores"]
         return needs_credit(self.oar, advantage_BL, reward_BL, batch.non_tensor_batch["uid"])
+
+    def _marked(self, batch: DataProto, needed_B: Tensor | None = None) -> Tensor:
+        """The field `NEEDED`, int64 `[B]`. `needed_B`: `_needs_credit`, if it is known."""
+        token_BT, mask_BT = batch.batch["input_ids"], batch.batch["attention_mask"].bool()
+        offsets = pad(mask_BT.sum(-1).cumsum(0), (1, 0))
+        packed = Packed(token_BT[mask_BT], torch.zeros_like(token_BT[mask_BT]), offsets)
+        needed_B = self._needs_credit(batch) if needed_B is None else needed_B
+        return self._needed_or_chosen(needed_B, packed, batch.batch["response_mask"].sum(-1))
 
     def _advantage_of_scores(self, batch: DataProto) -> Tensor:
         given = {"token_level_rewards": batch.batch["rm_scores"], "response_mask": batch.batch["response_mask"]}
@@ -100,16 +123,16 @@ class OarRayTrainer(TrainerCredit):
             return super()._compute_old_log_prob(batch)  # type: ignore[misc]
         for name in OURS:  # of an earlier pass over this batch: verl unites only equal fields
             batch.batch.pop(name, None)
-        with self._asking(self._needs_credit(batch)) as answer:
+        with self._asking(self._marked(batch)) as answer:
             result, *others = super()._compute_old_log_prob(batch)  # type: ignore[misc]
         result.batch.update(answer | {ENTROPY: result.batch["entropys"]})
         return result, *others
 
-    def _asking(self, needed_B: Tensor, importance_only: bool = False) -> AbstractContextManager[dict[str, Tensor]]:
+    def _asking(self, marked_B: Tensor, importance_only: bool = False) -> AbstractContextManager[dict[str, Tensor]]:
         assert self.oar is not None
         self._start(self.oar)
         kept = FIELDS if self._credit.dumps.folder is not None else (*USED, SEGMENTS)
-        return asking(self.actor_rollout_wg, needed_B, self._request(importance_only), self.global_steps, kept)
+        return asking(self.actor_rollout_wg, marked_B, self._request(importance_only), self.global_steps, kept)
 
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.oar is None or batch.meta_info.get(RESHAPED):  # a trainer of one's own may update twice with a batch
@@ -120,7 +143,8 @@ class OarRayTrainer(TrainerCredit):
             # A trainer of one's own may split a group. Rewards of a part do not show whether all are equal.
             number, size = Counter(uids), self.config.actor_rollout_ref.rollout.n
             groups = [uid if number[uid] >= size else row for row, uid in enumerate(uids)]
-            with self._asking(needs_credit(self.oar, *given, groups), importance_only=True) as answer:
+            marked_B = self._marked(batch, needs_credit(self.oar, *given, groups))
+            with self._asking(marked_B, importance_only=True) as answer:
                 data = left_right_2_no_padding(batch.to_tensordict())
                 temperature = self.config.actor_rollout_ref.rollout.temperature
                 tu.assign_non_tensor(data, calculate_entropy=False, compute_loss=False, temperature=temperature)
@@ -138,6 +162,7 @@ class OarRayTrainer(TrainerCredit):
         fields[WEIGHTS] = fields[WEIGHTS].masked_fill(fields[STATUS] == Status.BAD_REWARD, 1.0)
         status_B = fields[STATUS][:, 0]
         self._count(metrics, fields[MEASURES], status_B, batch.batch["token_level_scores"])
+        self._learned(metrics, fields[NEEDED][:, 0] == CHOSEN, status_B, batch.batch["response_mask"].sum(-1))
         OarRayTrainer.unused = 0
         weighted_BL = weighted(advantage_BL, fields[WEIGHTS])
         metrics["timing_s/oar"] = time.perf_counter() - started
@@ -156,10 +181,10 @@ class OarRayTrainer(TrainerCredit):
 
 @contextmanager
 def asking(
-    workers: Any, needed_B: Tensor, request: dict[str, Any], step: int, kept: Sequence[str]
+    workers: Any, marked_B: Tensor, request: dict[str, Any], step: int, kept: Sequence[str]
 ) -> Iterator[dict[str, Tensor]]:
-    """Lets the next log-prob pass of the workers also score the rows of `needed_B`; the dict gets `kept` fields, padded."""
-    needed_B1, compute = needed_B.long()[:, None], workers.compute_log_prob
+    """Lets the next log-prob pass of the workers also score rows (`NEEDED`). The dict gets `kept` fields, padded."""
+    needed_B1, compute = marked_B.long()[:, None], workers.compute_log_prob
     answer = {NEEDED: needed_B1}
 
     def ask(data: TensorDict) -> TensorDict:

@@ -12,7 +12,6 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from oar_plugin.config import BaseEstimator, OarConfig, OarConfigError
-from oar_plugin.credit.importance import named
 from oar_plugin.hosts.verl import capabilities
 from oar_plugin.hosts.vllm.versions import installed
 from oar_plugin.output import say, write_whole
@@ -53,13 +52,6 @@ _MICRO_BATCHES = {
     f"{_ACTOR}.ppo_max_token_len_per_gpu": f"{_ACTOR}.use_dynamic_bsz",
     f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": f"{_ROLLOUT}.log_prob_use_dynamic_bsz",
 }
-
-
-def copies_under_megatron(importance: str) -> str:
-    """Why an importance with masked copies is refused in a Megatron actor."""
-    allowed = f"{named(copies=False)}, or {named(copies=True)} with {_BACKEND}=rollout"
-    fault = f"masked copies were not built for its actor; allowed: {allowed}"
-    return f"algorithm.oar.importance={importance} with {_ACTOR}.strategy=megatron: {fault}"
 
 
 def switched_on(config: DictConfig) -> bool:
@@ -212,8 +204,6 @@ def _faults(config: DictConfig, oar: OarConfig) -> Iterator[str]:
             yield refused.fault(value)
     if megatron:
         yield from _virtual_pipeline_faults(config)
-        if oar.importance_object.copies and not oar.offloads:
-            yield copies_under_megatron(oar.importance)
     if OmegaConf.select(config, f"{_ACTOR}.policy_loss.loss_mode") == "geo_mean":
         reason = "it takes the mean of a response's advantages, which weights do not change"
         yield f"{_ACTOR}.policy_loss.loss_mode=geo_mean: {reason}; allowed: verl's other losses"

@@ -30,7 +30,8 @@ from oar_plugin.hosts.verl.settings import draw_seed, resolve, switched_on
 from oar_plugin.hosts.verl.trainer_credit import TrainerCredit, answer_mismatch, needs_credit, no_importance
 from oar_plugin.hosts.verl.viewer import QueuedBatch, show
 from oar_plugin.output import logger
-from oar_plugin.passes.request import MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS, nested
+from oar_plugin.passes.gradient import Packed
+from oar_plugin.passes.request import CHOSEN, MEASURES, NEEDED, REQUEST, SECONDS, STATUS, USED, WEIGHTS, nested
 
 
 class OarTrainerMixin(TrainerCredit):
@@ -75,7 +76,7 @@ class OarTrainerMixin(TrainerCredit):
         if self._warms_up():
             return batch
         with marked_timer("oar", self.timing_raw):
-            needed = self._mark_needed_rows(batch, metrics).tolist()
+            needed = self._mark_needed_rows(batch, metrics)
             places = [sampled_at.get(key, len(batch)) for key in batch.keys]  # rows that verl added come last
             lengths = [tag["seq_len"] for tag in batch.tags]
             if (order := self._even_order(places, lengths, needed, metrics, logging_prefix)) is not None:
@@ -103,8 +104,8 @@ class OarTrainerMixin(TrainerCredit):
     def _bypasses_log_probs(self) -> bool:
         return bool(OmegaConf.select(self.config, "algorithm.rollout_correction.bypass_mode"))
 
-    def _mark_needed_rows(self, batch: Any, metrics: dict) -> torch.Tensor:
-        """Writes `oar_needed`, the rows that the actor is to score: none that engines have scored. Returns it, bool `[B]`."""
+    def _mark_needed_rows(self, batch: Any, metrics: dict) -> list[int]:
+        """Writes `oar_needed`, the rows that the actor is to score: none that engines have scored. Returns its values."""
         needed_B = self._needs_credit(batch)
         if self.oar.offloads:
             own_B, record_BN = ~_padding_rows(batch), torch.stack(_read(batch, OFFLOAD)[OFFLOAD].unbind())
@@ -115,8 +116,15 @@ class OarTrainerMixin(TrainerCredit):
             needed_B &= own_B & helps_B
             of_offload = offload_metrics(record_BN[own_B], needed_B & (status_B != Status.SCORED))
             metrics.update({f"oar/offload/{name}": value for name, value in of_offload.items()})
-        _write(batch, NEEDED, nested(needed_B.long()[:, None]))
-        return needed_B
+        marked_B = needed_B.long()
+        if self.oar.amortize.share is not None and not self.oar.offloads:
+            fields: Any = _read(batch, "input_ids", "response_mask")
+            input_ids, own_B = fields["input_ids"], _own_tokens(fields["response_mask"])
+            packed = Packed(input_ids.values(), torch.zeros_like(input_ids.values()), input_ids.offsets())
+            marked_B = self._needed_or_chosen(needed_B & ~_padding_rows(batch), packed, own_B)
+            marked_B = torch.maximum(marked_B, needed_B.long())
+        _write(batch, NEEDED, nested(marked_B[:, None]))
+        return marked_B.tolist()
 
     def _needs_credit(self, batch: Any) -> torch.Tensor:
         """Which rows need credit, bool `[B]`, by the advantage from rewards alone; with KL in the reward, all of them."""
@@ -152,7 +160,8 @@ class OarTrainerMixin(TrainerCredit):
         with marked_timer("oar", self.timing_raw):
             of_engines = [ENGINE_FIELDS[name] for name in (WEIGHTS, STATUS, MEASURES)]
             data: Any = _read(batch, "advantages", "rm_scores", NEEDED, *USED, *of_engines)
-            asked_B = by_actor_B = data[NEEDED].values() != 0
+            needed_B = data[NEEDED].values().flatten()
+            asked_B = by_actor_B = needed_B != 0
             if WEIGHTS not in data and (asked_B.any() or not self.oar.offloads):
                 raise RuntimeError(no_importance(self.global_steps))
             weights: Any
@@ -165,6 +174,14 @@ class OarTrainerMixin(TrainerCredit):
             status_B = torch.where(own_B, rewarded(status_B, advantage_BL), status_B)
             first = not getattr(self, "local_trigger_step", 0)  # of a step's batches in `separate_async`
             self._count(metrics, measure_B4, status_B, data["rm_scores"].to_padded_tensor(0.0)[own_B], first)
+            chosen_B = needed_B == CHOSEN
+            if self.oar.offloads and self.oar.amortize.share is not None:
+                chosen_B = asked_B & (data[ENGINE_FIELDS[STATUS]].values() != Status.NOT_SCORED)
+            self._learned(metrics, chosen_B, status_B, data["advantages"].offsets().diff())
+            if chosen_B.any() and self.oar.offloads:
+                share = self._choice.share_of(data["advantages"].offsets().diff()[asked_B])
+                for worker in self.agent_loop_manager.agent_loop_workers:
+                    worker.oar_share.remote(share)
             if not data["advantages"].offsets().equal(weights.offsets()):
                 raise RuntimeError("verl changed the lengths of responses after importance was computed")
             product = weighted(data["advantages"].values(), weights.values())
@@ -192,6 +209,11 @@ def lost_responses(keys: Sequence[str], each: int) -> float:
 
 def _read(batch: tq.KVBatchMeta, *fields: str) -> TensorDict:
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(fields))
+
+
+def _own_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """Number of true values of each row of a nested tensor, `[B]`."""
+    return torch.stack([row.sum() for row in mask.unbind()])
 
 
 def _write(batch: Any, name: str, field: torch.Tensor) -> None:

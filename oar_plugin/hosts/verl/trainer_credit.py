@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from torch import Tensor
 from verl.utils.seqlen_balancing import log_seqlen_unbalance
@@ -12,13 +14,18 @@ from oar_plugin import estimator
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status, summarize
+from oar_plugin.credit.noise import step_seed
 from oar_plugin.hosts.verl.balancing import balanced_partitions
 from oar_plugin.hosts.verl.handshake import check_nodes
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.hosts.verl.settings import STRATEGIES, ZERO_WHEN_EQUAL, length_limits
 from oar_plugin.hosts.verl.viewer import QueuedBatch
-from oar_plugin.passes.request import SEGMENTS
+from oar_plugin.passes.gradient import Packed
+from oar_plugin.passes.prediction import Choice
+from oar_plugin.passes.request import CHOSEN, SEGMENTS
 from oar_plugin.token_credit import TokenCredit
+
+LABELLED = torch.tensor([Status.SCORED, Status.LEARNING, Status.CONSTANT])  # of a chosen response, behind the gate
 
 
 class TrainerCredit:
@@ -32,6 +39,10 @@ class TrainerCredit:
         # Ray runs the trainer on any node, in a folder of its own.
         self._credit = TokenCredit(oar, self.tokenizer, home=self.config.trainer.default_local_dir, offloads=True)
 
+    @cached_property
+    def _choice(self) -> Choice:
+        return Choice(self._credit.config)
+
     def _check_nodes(self, oar: OarConfig, servers: Sequence[Any] = ()) -> None:
         engine = STRATEGIES[self.config.actor_rollout_ref.actor.strategy]
         check_nodes(self.actor_rollout_wg.workers, servers, engine, oar)
@@ -44,18 +55,34 @@ class TrainerCredit:
         """Returns the number of the actor's data-parallel ranks."""
         return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
 
+    def _needed_or_chosen(self, needed_B: Tensor, packed: Packed, own_B: Tensor) -> Tensor:
+        """The field `NEEDED`, int64 `[B]`. `packed` has the tokens of all rows; `own_B` counts each one's own."""
+        seed = step_seed(self._credit.config.seed, self.global_steps)
+        chosen_B = self._choice.choose(packed, own_B, needed_B, seed)
+        return needed_B.long().masked_fill(chosen_B, CHOSEN)
+
+    def _learned(self, metrics: dict, chosen_B: Tensor, status_B: Tensor, own_B: Tensor) -> None:
+        """Counts what the actor has learned from; the share of chosen responses that gave no labels is a metric."""
+        if chosen_B.any():
+            labelled_B = chosen_B & torch.isin(status_B, LABELLED)
+            self._choice.learned(labelled_B, own_B)
+            metrics["oar/amortize/unlabelled"] = 1 - labelled_B.sum().item() / chosen_B.sum().item()
+
     def _even_order(
-        self, sampled_at: Sequence[int], lengths: Sequence[int], needed: Sequence[bool], metrics: dict, prefix: str
+        self, sampled_at: Sequence[int], lengths: Sequence[int], needed: Sequence[int], metrics: dict, prefix: str
     ) -> list[int] | None:
         """Returns an order of the rows in which each rank has as many rows to score; None: verl's own order is good.
 
-        `sampled_at` is each row's place before verl balanced the batch. `lengths` are tokens per row, prompt and response.
+        `needed` is the field `NEEDED`; if some are chosen, these are spread. `sampled_at` is each row's place before verl
+        balanced the batch. `lengths` are tokens per row, prompt and response.
         """
-        if all(needed) or not any(needed):
+        least = max(1, *needed)
+        scored = [one >= least for one in needed]
+        if all(scored) or not any(scored):
             return None
         # A rank's mini-batches are consecutive rows, so the rows are distributed from the order of sampling.
         rows = sorted(range(len(lengths)), key=sampled_at.__getitem__)
-        dealt = balanced_partitions([lengths[row] for row in rows], [needed[row] for row in rows], self._ranks())
+        dealt = balanced_partitions([lengths[row] for row in rows], [scored[row] for row in rows], self._ranks())
         partitions = [[rows[place] for place in partition] for partition in dealt]
         metrics.update(log_seqlen_unbalance(list(lengths), partitions, prefix))
         return [row for partition in partitions for row in partition]

@@ -282,10 +282,8 @@ def trainer_passes(p: Plan) -> dict[str, tuple[float, float, int, int]]:
     passes[UPDATE] = p.sequences * epochs * p.flops_of(UPDATE, p.length), epochs, 1, 1
     if (oar := p.settings) is None:
         return passes
-    # For router replay verl records routes in a forward without a backward.
-    recorded = oar.backwards if OmegaConf.select(p.engine, "router_replay.mode") == "R2" else 0
-    forwards, starts = max(oar.extra_forwards, recorded), [one.rows for one in oar.importance_object.backwards]
-    added = forwards * layers + oar.backwards * (p.flops_of("importance", p.length) - passed)
+    starts = [one.rows for one in oar.importance_object.backwards]
+    added = oar.forwards * layers + oar.backwards * (p.flops_of("importance", p.length) - passed)
     rows = sum(p.reasoning if start == "reasoning" else p.answer for start in starts)
     added += oar.num_draws * 2 * p.flops_of("head", rows)
     if oar.importance_object.reads and "reasoning" not in starts:
@@ -293,7 +291,12 @@ def trainer_passes(p: Plan) -> dict[str, tuple[float, float, int, int]]:
     if oar.amortize.share:  # each token is projected; of those with computed importance come sums of products
         added = p.computed * added + 2 * p.reasoning * (p.model.hidden_size * COLUMNS + p.computed * FEATURES**2)
     if added:
-        passes[IMPORTANCE] = p.sequences * p.scored_share * added, p.scored_share * p.computed, forwards, oar.backwards
+        passes[IMPORTANCE] = (
+            p.sequences * p.scored_share * added,
+            p.scored_share * p.computed,
+            oar.forwards,
+            oar.backwards,
+        )
     return passes
 
 

@@ -20,7 +20,7 @@ def test_the_example_works():
     assert isinstance(importance_of(EXAMPLE), Saliency)
     config = OarConfig.parse({"importance": EXAMPLE, "gate": "python:tests.own_importance:upper_half"})
     assert config.importance_object is importance_of(EXAMPLE)
-    assert (config.backwards, config.extra_forwards) == (1, 0)
+    assert (config.backwards, config.forwards) == (1, 1)
     assert config.gate_object.function is own_importance.upper_half
     assert config.quantile == 0.85
 

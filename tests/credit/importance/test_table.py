@@ -35,13 +35,12 @@ def test_every_importance_of_the_table_passes_the_check_that_a_users_own_must_pa
 def test_the_plan_of_forwards_and_what_engines_read(name, draws):
     first, second, true = PLANS[name]
     want = first if draws == 1 else first + second
-    for log_probs in (False, True):
-        plan = importance_of(name).forwards(draws, log_probs)
-        assert [(forward.backward, forward.draw) for forward in plan] == want
-        assert [forward.log_probs for forward in plan] == [log_probs and place == 0 for place in range(len(plan))]
+    plan = importance_of(name).forwards(draws)
+    assert [(forward.backward, forward.draw) for forward in plan] == want
+    assert not any(forward.log_probs for forward in plan)
     config = OarConfig(importance=name, num_draws=draws)
     assert config.backwards == sum(backward is not None for backward, _ in want)
-    assert config.extra_forwards == max(0, len(want) - 1)
+    assert config.forwards == len(want) * bool(config.backwards)
     attributes = ("noisy", "reasoning_rows", "arbitrary_scale")
     assert {attribute for attribute in attributes if getattr(importance_of(name), attribute)} == true
 

@@ -76,18 +76,28 @@ MEGATRON: dict[str, list[str]] = {
         *_probed("fisher", "oar_g"),
         *(f"fisher {how}" for how in ("again", "dynamic", "only", "draws3")),
         *("onward", *OTHERS, "fisher shared", "fisher shared only"),
+        *(*_probed("oar_p"), "oar_p sampled", "oar_p span", "oar_p shared only"),
     ],
     **{f"tp2 sp {how}": ["fisher"] for how in ("full", "selective", "padded")},
     "tp2 vocabulary": ["fisher", "onward"],
     "pp2": [
         *("fisher", "fisher fails", "fisher dynamic", "fisher only", "fisher draws3"),
         *("oar_g", "onward", "random", "fisher shared", "fisher shared dynamic"),
+        *("oar_p", "oar_p sampled", "oar_p dynamic"),
     ],
     "pp2 full": ["fisher"],
-    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward", "fisher shared"],
-    "cp2": [*_probed("fisher", "oar_g"), "fisher fails", "fisher dynamic", "onward", "random", "fisher shared"],
+    "pp2 vpp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward", "fisher shared", "oar_p"],
+    "cp2": [
+        *_probed("fisher", "oar_g"),
+        "fisher fails",
+        "fisher dynamic",
+        "onward",
+        "random",
+        "fisher shared",
+        "oar_p",
+    ],
     **{f"cp2 {how}": ["fisher"] for how in ("padded", "dropout")},
-    "dp2": ["fisher", "fisher dynamic", "fisher shared"],
+    "dp2": ["fisher", "fisher dynamic", "fisher shared", "oar_p", "oar_p shared"],
     "dp2 overlap": ["fisher"],
     # Last: mbridge remembers of a tied model, in its class, that it has no output layer.
     "tied tp2 sp": ["fisher"],
@@ -110,7 +120,18 @@ FOUR = {
     "ep2 tp2 sp etp1 pp2 r2": ["fisher", "oar_g loud"],
     "ep2 tp2 sp etp1 pp2 r3 full": ["fisher", "oar_g"],
 }
-EIGHT = {"tp2 sp pp2 cp2": ["fisher", "fisher dynamic", "fisher joint", "oar_g", "onward", *OTHERS, "fisher shared"]}
+EIGHT = {
+    "tp2 sp pp2 cp2": [
+        "fisher",
+        "fisher dynamic",
+        "fisher joint",
+        "oar_g",
+        "onward",
+        *OTHERS,
+        "fisher shared",
+        "oar_p sampled",
+    ]
+}
 TABLES = {"single": SINGLE, "double": DOUBLE, "megatron": MEGATRON, "mixture": MIXTURE, "four": FOUR, "eight": EIGHT}
 
 

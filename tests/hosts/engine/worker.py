@@ -26,7 +26,6 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from oar_plugin.credit.diagnostics import Status
@@ -36,7 +35,7 @@ from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.hosts.verl.ray_trainer import asking
 from oar_plugin.passes import prediction
 from oar_plugin.passes import rows as rows_module
-from oar_plugin.passes.request import FIELDS, IMPORTANCE, NEEDED, REQUEST, STATUS, Request
+from oar_plugin.passes.request import CHOSEN, FIELDS, IMPORTANCE, NEEDED, REQUEST, STATUS
 from tests.asked import asked
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import differences
@@ -99,7 +98,7 @@ def batch_of(
             "input_ids": world.nested(ids),
             "position_ids": world.nested([torch.arange(len(i)) for i in ids]),
             "loss_mask": world.nested(masks),
-            NEEDED: world.nested([torch.tensor([int(one)]) for one in needed]),
+            NEEDED: world.nested([torch.tensor([CHOSEN * one]) for one in needed]),
         },
         batch_size=[len(encoded)],
     )
@@ -219,21 +218,6 @@ def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
     return answer
 
 
-@contextmanager
-def graphs_beside_log_probs() -> Iterator[list[str]]:
-    """A word for each time that FSDP's engine makes log-probs while importance has a graph: it would take their memory."""
-    host, found = FSDPEngineWithLMHead.prepare_model_outputs, []
-
-    def seen(self: Any, *given: Any, **named: Any) -> Any:
-        tapped = getattr(self, "_tapped", None)
-        if tapped is not None and getattr(tapped[0].tap, "scalar", None) is not None:
-            found.append("a graph beside log-probs")
-        return host(self, *given, **named)
-
-    with mock.patch.object(FSDPEngineWithLMHead, "prepare_model_outputs", seen):
-        yield found
-
-
 def run(
     engine: Any,
     rows: list[int] = EVERY,
@@ -250,12 +234,11 @@ def run(
         before = state(engine)
         data = ready(engine, rows, packed, dynamic, fused)
         tu.assign_non_tensor_data(data, REQUEST, request_of(only, **request))
-        engine._predictor = None
-        steps = 1 + Request.from_dict(request_of(**request)).reads_hidden  # the first one learns
-        with around or nullcontext(), graphs_beside_log_probs() as graphs:
-            for _ in range(steps):
+        engine._schedule = None
+        with around or nullcontext():
+            for _ in range(1 + ("amortize" in request)):  # the first one learns
                 output = engine.infer_batch(data.clone())["model_output"]
-        traces = differences(before, state(engine)) + graphs
+        traces = differences(before, state(engine))
     result: dict[str, Any] = {"rows": rows, "traces": traces}
     result |= {key: [row.cpu().clone() for row in value.unbind()] for key, value in output.items()}
     if "routed_experts" in plain:
@@ -389,7 +372,7 @@ def seeing(folder: str, layer: str, images: list[bool]) -> list[int] | str:
 
 def given_by_engines(engine: Any) -> list[torch.Tensor]:
     """Importance in the second of two steps; rollout engines score all rows in the first, and some in the second."""
-    own, engine._predictor = run(engine, **cases.request("oar_p")), None
+    own, engine._schedule = run(engine, **cases.request("oar_p")), None
     values = request_of(**cases.request("oar_p shared"))
     values["config"]["perturbation"]["backend"] = "rollout"
     for step in range(2):

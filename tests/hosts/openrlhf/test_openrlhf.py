@@ -14,8 +14,8 @@ import oar_plugin
 from oar_plugin.config import OarConfigError
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.hosts.openrlhf import OarAdvantage
-from oar_plugin.hosts.openrlhf.actor import ActorPass, filled
 from oar_plugin.page.sources import read
+from oar_plugin.passes.plain import PlainHost
 from tests.asked import GONE
 from tests.hosts.engine import world
 from tests.hosts.openrlhf import batch, host
@@ -248,34 +248,18 @@ def test_kl_as_a_loss_leaves_advantages_as_they_are(patched, folder):
 @pytest.mark.parametrize(("micro_batch", "most"), [("2", 1), ("12", 60), ("12", 1)])
 @pytest.mark.parametrize("flags", [[], ["--train.dynamic_batch_enable"]], ids=["fixed", "dynamic"])
 def test_backward_passes_are_as_large_as_the_updates(patched, folder, monkeypatch, flags, micro_batch, most):
-    passes = []
+    passes, forward = [], PlainHost._forward
 
-    def score(one, model, token_RT, segments_RT, action_mask_RA, mask_RT):
-        passes.append(mask_RT.sum(-1).tolist())
-        return action_mask_RA * 0.0, token_RT * 0.0
+    def seen(one, numbers, packed, work):
+        passes.append(packed.offsets.diff().tolist())
+        return forward(one, numbers, packed, work)
 
-    monkeypatch.setattr(ActorPass, "_score", score)
+    monkeypatch.setattr(PlainHost, "_forward", seen)
     words = ["--train.max_tokens_per_gpu", str(most), "--rollout.max_tokens_per_gpu", "1000", *flags]
-    experiences_of(patched, folder, "--train.micro_batch_size", micro_batch, *words, *plugin_words())
+    experiences, _ = experiences_of(patched, folder, "--train.micro_batch_size", micro_batch, *words, *plugin_words())
     assert sum(map(len, passes)) == 5
-    if flags:
-        assert all(len(lengths) == 1 or sum(lengths) <= most for lengths in passes)
-    else:
-        assert max(map(len, passes)) <= int(micro_batch)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "most", "parts"),
-    [
-        ([], 9, []),
-        ([3, 3, 3], 9, [[0, 1, 2]]),
-        ([1, 9, 2, 8], 10, [[1], [3, 2], [0]]),  # half as many parts, by number, would have 11 and 10
-        ([5, 20, 4], 9, [[1], [0, 2]]),
-    ],
-)
-def test_parts_are_filled_by_length(lengths, most, parts):
-    found = filled(torch.arange(len(lengths)) + 50, torch.tensor(lengths, dtype=torch.long), most)
-    assert [(part - 50).tolist() for part in found] == parts
+    most = most if flags else int(micro_batch) * max(one.sequences.shape[1] for one in experiences)
+    assert all(len(lengths) == 1 or len(lengths) * max(lengths) <= most for lengths in passes)
 
 
 @pytest.mark.parametrize(

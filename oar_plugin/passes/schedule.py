@@ -1,0 +1,193 @@
+"""The order of a training step, for every host: choose, read and predict, label, learn.
+
+A host finds the answers before (`passes.segments`), and weighs the importance afterwards (`estimator`). `Schedule` belongs to a
+run, and has all that a run remembers: the predictor. With `amortize.share=null` nothing is chosen, predicted or learned.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from oar_plugin.config import OarConfig
+from oar_plugin.credit.answer import Segment
+from oar_plugin.credit.diagnostics import Status
+from oar_plugin.credit.importance import Forward
+from oar_plugin.credit.noise import response_seeds
+from oar_plugin.passes.copies import CopyRows
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
+from oar_plugin.passes.host import Host, Tapped, Work
+from oar_plugin.passes.prediction import Features, Predictor, Units, predictor_of
+from oar_plugin.passes.request import Request
+from oar_plugin.passes.taps import Tap, together
+
+
+@dataclass(frozen=True)
+class Given:
+    """What rollout engines have scored."""
+
+    importance_T: Tensor
+    scored_B: Tensor  # bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    importance_T: Tensor  # float32, on the CPU; 0 outside the reasoning
+    status_B: Tensor  # int64, a `Status` per response, before the gate
+
+
+class Schedule:
+    def __init__(self, config: OarConfig) -> None:
+        self.predictor = predictor_of(config)
+
+    @property
+    def prediction_3(self) -> Tensor | None:
+        """The last three of `PREDICTION_NAMES`, of the last step; None: importance is computed for all."""
+        if self.predictor is None:
+            return None
+        return torch.tensor([*self.predictor.explained, self.predictor.learning])
+
+    def run(
+        self,
+        host: Host,
+        request: Request,
+        packed: Packed,
+        status_B: Tensor,
+        chosen_B: Tensor | None = None,
+        given: Given | None = None,
+    ) -> Answer:
+        """One step. `status_B`: SCORED for responses that need credit and have an answer. Other responses are OUTSIDE.
+
+        `chosen_B` (bool): responses to label, if a driver has chosen them.
+        """
+        step = _Step(self.predictor, host, request, packed, status_B.clone(), chosen_B, given)
+        step.read()
+        step.label()
+        return Answer(step.importance_T, step.status_B)
+
+
+class _Step:
+    def __init__(
+        self,
+        predictor: Predictor | None,
+        host: Host,
+        request: Request,
+        packed: Packed,
+        status_B: Tensor,
+        chosen_B: Tensor | None,
+        given: Given | None,
+    ) -> None:
+        self.predictor, self.host, self.request, self.packed = predictor, host, request, packed
+        self.kind, self.given, self.status_B = request.importance_object, given, status_B
+        self.usable_B = status_B == Status.SCORED
+        self.labelled_T = self._choose(chosen_B) if predictor else packed.reasoning_T
+        self.chosen_B = packed.response_T[self.labelled_T].bincount(minlength=len(status_B)) > 0
+        self.importance_T = torch.zeros(len(packed.token_T))
+        self.copies: CopyRows | None = None
+        if self.kind.copies and given is None and not host.prefixes:
+            self.copies = CopyRows(request, packed, self.labelled_T)
+        # Of each micro-batch: positions of its tokens in the batch, its labelled units, and their features.
+        self._kept = list[tuple[Tensor, Units, Tensor]]()
+
+    def _choose(self, chosen_B: Tensor | None) -> Tensor:
+        """Tokens of the units whose scores are computed, bool `[T]`."""
+        assert self.predictor is not None
+        packed, predictor, host = self.packed, self.predictor, self.host
+        units = Units(packed, predictor.span)
+        seed_B = response_seeds(packed.token_T, packed.response_T, len(self.status_B), self.request.seed)
+        if self.given is not None:
+            chosen_B = self.given.scored_B
+        elif chosen_B is None:
+            chosen_B = predictor.choose(units, seed_B, self.usable_B, lambda count: host.total(count.to(host.device)))
+        labelled_N = predictor.labelled(units, seed_B, self.usable_B & chosen_B)
+        return packed.reasoning_T.masked_scatter(packed.reasoning_T, labelled_N)
+
+    # ---- read and predict
+
+    def read(self) -> None:
+        reads = frozenset[str]() if self.kind.backwards else self.kind.reads
+        hidden = self.predictor is not None
+        work = None
+        if hidden or reads or self.copies:
+            reads |= {"log_prob"} if hidden and not self.host.gives_log_probs else frozenset()
+
+            def begin(rows: Sequence[int], layout: Layout) -> Tapped:
+                packed = self.packed.select(rows)
+                micro_batch = MicroBatchPass(self.request, packed, layout, reads, hidden)
+                more = None if self.copies is None else self.copies.reading(rows, packed, layout)
+                return _Read(rows, micro_batch, more)
+
+            work = Work([Forward(None, log_probs=self.host.gives_log_probs)], begin, self._end_read)
+        self.host.read(self.usable_B.nonzero()[:, 0].tolist(), work)
+
+    def _end_read(self, read: "_Read", log_prob_T: Tensor | None) -> None:
+        packed, scores, at_T = read.micro_batch.packed, read.micro_batch.scores, self.packed.at(read.rows)
+        read.micro_batch.total(self.host.share)
+        if self.predictor is not None:
+            features = Features(packed, scores, scores.log_prob_T if log_prob_T is None else log_prob_T)
+            self.importance_T[at_T] = self.predictor.predict(features)
+            units = Units(packed, self.predictor.span, self.labelled_T[at_T])
+            if len(units.at_Us):
+                self._kept.append((at_T, units, units.mean(features.of, self.host.device)))
+        elif self.kind.reads and not self.kind.backwards:
+            self.importance_T[at_T] = importance_of_scores(self.request, packed, scores)
+
+    # ---- label and learn
+
+    def label(self) -> None:
+        """Computes scores: of labels, from which the predictor learns, or of all."""
+        kind, nothing = self.kind, torch.device("cpu")
+        if self.given is not None:
+            score_T = self.given.importance_T
+        elif self.copies is not None:
+            score_T = self.copies.run(self.host)
+        elif kind.copies:
+            other_T = self.packed.reasoning_T & ~self.labelled_T
+            segments_T = self.packed.segments_T.masked_fill(other_T, int(Segment.OUTSIDE))
+            score_T = self.host.masked_copies(Packed(self.packed.token_T, segments_T, self.packed.offsets))
+        elif kind.backwards:
+            score_T = self._gradient()
+        elif kind.reads:
+            return
+        else:
+            score_T = importance_of_scores(self.request, self.packed, Scores(kind, len(self.importance_T), nothing))
+        if self.predictor is None:
+            self.importance_T = score_T
+            return
+        for at_T, units, feature_UF in self._kept:
+            score_U = units.mean(score_T[at_T].__getitem__, nothing)
+            self.predictor.learn(feature_UF, score_U, units.count_B.tolist())
+        self.predictor.end_step(self.host.total, self.host.device)
+
+    def _gradient(self) -> Tensor:
+        """Importance per token of the chosen responses, float32 `[T]`; NaN if memory ran out."""
+        score_T = torch.zeros_like(self.importance_T)
+
+        def begin(rows: Sequence[int], layout: Layout) -> _Read:
+            return _Read(rows, MicroBatchPass(self.request, self.packed.select(rows), layout))
+
+        def end(scored: _Read, log_prob_T: Tensor | None) -> None:
+            scored.micro_batch.total(self.host.share)
+            of_rows = importance_of_scores(self.request, scored.micro_batch.packed, scored.micro_batch.scores)
+            score_T[self.packed.at(scored.rows)] = of_rows
+
+        rows = (self.usable_B & self.chosen_B).nonzero()[:, 0].tolist()
+        if not self.host.gradient(rows, Work(self.request.forwards(), begin, end)):
+            self.status_B[self.usable_B] = int(Status.OUT_OF_MEMORY)
+            score_T.fill_(torch.nan)
+            self.importance_T.zero_()
+        return score_T
+
+
+@dataclass
+class _Read:
+    """Rows of a micro-batch, and what is read of them."""
+
+    rows: Sequence[int]
+    micro_batch: MicroBatchPass
+    more: Tap | None = None
+
+    def tap(self, forward: Forward) -> Tap:
+        tap = self.micro_batch.tap(forward)
+        return tap if self.more is None else together(tap, self.more)
