@@ -5,10 +5,10 @@ from dataclasses import fields
 from typing import Any
 
 from benchmarks.tiny.model import SHAPES
-from oar_plugin.config import OarConfig
 from oar_plugin.credit.importance import importance_of, named
 
-DEFAULT: str = OarConfig.model_fields["importance"].default
+DEFAULT = "fisher"
+"""What studies measure, and compare with, if nothing else is said: one backward, no copies, nothing predicted."""
 
 
 def check_at_least_one(settings: Any, *names: str) -> None:

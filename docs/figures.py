@@ -65,7 +65,7 @@ ESTIMATORS = {
     "position": "**position: the later, the more**",
     "oar_p sampled": "`oar_p`, sampled replacements",
     "fisher, 1 in 8 scored": "predicted `fisher`, 1 in 8 scored",
-    "fisher 1": "**`fisher`** (default)",
+    "fisher 1": "**`fisher`**",
     "grail 1": "`grail`",
     "oar_g 1": "`oar_g` (published)",
     "random": "random",
@@ -143,7 +143,7 @@ def _whole(rows: list[dict[str, str]]) -> str:
 def marks() -> str:
     wrong, first, results, *_ = load("marks_cpu")["tables"]
     names = {
-        "`fisher` (default)": "fisher",
+        "`fisher`": "fisher",
         "`fisher` x doubt": "fisher x (1 - p)",
         "`oar_g` (published)": "oar_g",
         "surprisal": "surprisal",
@@ -161,7 +161,7 @@ def marks() -> str:
 
 JUDGED = {
     "oracle: the wrong results are known": "blame",
-    "`fisher`, `two_level` (default)": "fisher",
+    "`fisher`, `two_level`": "fisher",
     "control: random": "random",
 }
 TASKS = ("chain", "parallel", "chain_quiet")
@@ -225,7 +225,7 @@ def collapse() -> str:
 
 RIVALS = {
     "oracle: the wrong results are known": "blame",
-    "`fisher`, `two_level` (default)": "fisher",
+    "`fisher`, `two_level`": "fisher",
     "`grail`, `z_score` (GRAIL)": "grail",
     "`entropy`, `top_only` (the 80/20 rule)": "top_only",
     "control: `fisher`, the gate turned round": "inverted",
@@ -248,10 +248,10 @@ def rivals() -> str:
 
 
 LABELS = {
-    "predicted `oar_p`, 123 labels a step": "oar_p/123",
+    "predicted `oar_p`, 123 labels a step (default)": "oar_p/123",
     "predicted `oar_p`, 31 labels": "oar_p/31",
     "predicted `fisher`, 1 response in 8 labelled": "fisher/8",
-    "`fisher` of all (default)": "fisher",
+    "`fisher` of all": "fisher",
     "control: **position: the later, the more**": "position",
     "control: predicted `oar_p` without hidden states": "surface",
     "control: random": "random",
@@ -375,7 +375,7 @@ def amortized_told() -> str:
 
 def in_sentences() -> str:
     of = against_grpo("learning_sentences", "sentences")
-    overlap = estimators("sentences/fidelity_cpu")["**`fisher`** (default)"]["top 20 %"]
+    overlap = estimators("sentences/fidelity_cpu")["**`fisher`**"]["top 20 %"]
     return (
         f"Overlap of `fisher` with exact OAR-P: {overlap}. Mean reward of GRPO: {of['grpo']['mean reward']}; minus GRPO's: "
         f"`fisher` {of['fisher'][GAIN]}, the oracle {of['blame'][GAIN]}.\n"

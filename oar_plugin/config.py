@@ -1,9 +1,8 @@
 """All settings of OAR and their defaults, validated when a run starts. In a verl run they are below `algorithm.oar`.
 
-The defaults are the paper's (arXiv 2601.07408), except for importance and gate; the preset `oar=published` has the paper's.
-Of the importances with one backward and no copies, `fisher` agrees best with exact OAR-P
-(`benchmarks/results/fidelity_smollm2_cpu.md`). Under the paper's gate one outlier makes the other weights nearly even
-(`benchmarks/results/gate_edges.md`). What both do for learning is in `docs/evidence/studies.md`.
+The defaults are the paper's (arXiv 2601.07408), except for importance and gate; the preset `oar=published` has the paper's. By
+default OAR-P is predicted from a few exact scores: it is ahead of GRPO in the most pairs of trainings, for 2.8 % more FLOPs
+(`docs/amortized.md`). Under the paper's gate one outlier makes other weights nearly even (`benchmarks/results/gate_edges.md`).
 """
 
 import difflib
@@ -21,6 +20,8 @@ from oar_plugin.credit.importance import IMPORTANCES, Importance, importance_of,
 from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
+SHARE, UNITS = 0.025, 8
+"""`auto` of `amortize`, for 1,024 responses of which 60 % need credit about 123 labels a step (`docs/amortized.md`)."""
 PUBLISHED = "importance=oar_g, gate=bi_level, warmup_steps=20"  # what verl's preset `published` changes of the defaults
 _Pattern = Annotated[str, AfterValidator(lambda pattern: make_finder((pattern,)) and pattern)]
 
@@ -46,7 +47,7 @@ class PerturbationConfig(_Settings):
     )
     span: int = Field(1, ge=1, le=1024)
     """Number of consecutive tokens that one copy replaces. They share its score evenly."""
-    replacement: Literal["pad", "sampled"] = "pad"
+    replacement: Literal["pad", "sampled"] = "sampled"
     """What replaces a token. pad: the padding token, as published; scores depend on it. sampled: a token drawn from the model's
     own prediction at that position."""
     timeout_s: float = Field(300.0, gt=0)
@@ -64,12 +65,13 @@ class PerturbationConfig(_Settings):
 class AmortizeConfig(_Settings):
     """The settings of `algorithm.oar.amortize`: importance is computed for a share of the responses, predicted for all."""
 
-    share: float | None = Field(None, gt=0, le=1)
+    share: float | None = Field("auto", gt=0, le=1)  # type: ignore[assignment]
     """Importance is computed for this share of the responses that need credit. From it, the scores of all are predicted, by
-    their hidden states. null: it is computed for all. Until enough labels were seen, the share is larger, and responses fall
-    back to GRPO."""
-    units: int | None = Field(None, ge=2)
-    """Number of units (perturbation.span tokens) of each of these responses that get a masked copy. null: all."""
+    their hidden states. null: it is computed for all. auto: 0.025 for masked copies in the actor, otherwise null. Until enough
+    labels were seen, the share is larger, and responses fall back to GRPO."""
+    units: int | None = Field("auto", ge=2)  # type: ignore[assignment]
+    """Number of units (perturbation.span tokens) of each of these responses that get a masked copy. null: all. auto: 8 where
+    scores are predicted from copies, otherwise null."""
 
 
 class DumpConfig(_Settings):
@@ -119,7 +121,7 @@ class OarConfig(_Settings):
     """The settings of `algorithm.oar`. `OarConfig.parse` builds it and explains faults."""
 
     importance: str = Field(
-        "fisher",
+        "oar_p",
         description="How a token's importance is computed. "
         + " ".join(f"{name}: {importance.help}" for name, importance in IMPORTANCES.items())
         + " Or your own: 'python:<module>:<class>'.",
@@ -178,6 +180,25 @@ class OarConfig(_Settings):
     """Importance is computed for a share of the responses and predicted from it for all."""
     dump: DumpConfig = Field(default_factory=DumpConfig)
     """Groups of responses with their weights, for people to look at."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle(cls, settings: Any) -> Any:
+        """Puts numbers in the place of `auto`."""
+        given, names = dict(settings), ("perturbation", "amortize")
+        if not all(isinstance(given.get(name, {}), Mapping | BaseModel) for name in names):
+            return settings
+        groups = {name: dict(given.get(name, {})) for name in names}
+        try:
+            copies = importance_of(given.get("importance", cls.model_fields["importance"].default)).copies
+        except ValueError:  # `_exists` says why
+            copies = False
+        amortize, offloads = groups["amortize"], groups["perturbation"].get("backend") == "rollout"
+        if amortize.get("share", "auto") == "auto":
+            amortize["share"] = SHARE if copies and not offloads else None
+        if amortize.get("units", "auto") == "auto":
+            amortize["units"] = UNITS if copies and amortize["share"] is not None else None
+        return given | {"amortize": amortize}
 
     @model_validator(mode="after")
     def _check_together(self) -> "OarConfig":
@@ -252,14 +273,20 @@ class OarConfig(_Settings):
         return None if self.perturbation.fallback == "none" else self.perturbation.fallback
 
     @classmethod
-    def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX) -> "OarConfig":
-        """Validates settings, nested or dotted (`dump.dir`), which messages call `prefix`. OarConfigError: a line per fault."""
+    def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX, predicts: bool = True) -> "OarConfig":
+        """Validates settings, nested or dotted (`dump.dir`), which messages call `prefix`. OarConfigError: a line per fault.
+
+        `predicts`: false for a host without steps that follow one another: `amortize.share=auto` is then null.
+        """
         nested: dict[str, Any] = dict(settings or {})
         for key in [key for key in nested if str(key).partition(".")[0] in GROUPS.keys() - {key}]:
             group, _, name = key.partition(".")
             value, given = nested.pop(key), nested.get(group, {})
             if isinstance(given, Mapping | BaseModel):
                 nested[group] = {**dict(given), name: value}
+        amortize = nested.get("amortize", {})
+        if not predicts and isinstance(amortize, Mapping) and amortize.get("share", "auto") == "auto":
+            nested["amortize"] = {**amortize, "share": None}
         try:
             return cls.model_validate(nested)
         except ValidationError as error:

@@ -132,7 +132,8 @@ def importance(
     _check(not isinstance(model, str), f"model={model!r}", "give the loaded model, not its name")
     config: Any = model.config
     text, padding = config.get_text_config(), config if tokenizer is None else None
-    credit = TokenCredit(settings, tokenizer, "oar_plugin.importance", padding=padding)
+    asked = OarConfig.parse(settings, "oar_plugin.importance", predicts=predictor is not None)
+    credit = TokenCredit(asked, tokenizer, "oar_plugin.importance", padding=padding)
     if (folder := credit.config.dump.dir) is not None:
         fault = "a call writes no files; leave it out. `oar inspect FILE --model NAME` makes a page"
         raise OarConfigError(f"oar_plugin.importance.dump.dir={folder!r}: {fault}")

@@ -17,8 +17,12 @@ GONE: list[dict[str, Any]] = [{key: value or "x"} for key, _, value in PAIRS]
 
 
 def asked(importance: str = "fisher", probe: str = "answer_mean", seed: int = 0, **more: Any) -> Request:
-    """A request with these settings of `algorithm.oar` (`span`: of `perturbation`) and fields of `Request`."""
+    """A request with these settings of `algorithm.oar` (`span`: of `perturbation`) and fields of `Request`.
+
+    Without `amortize` nothing is predicted.
+    """
     fields = {name: more.pop(name) for name in OF_REQUEST if name in more}
     copies = {"span": more.pop("span")} if "span" in more else {}
+    more = {"amortize": {"share": None}} | more
     config = OarConfig(importance=importance, probe=probe, perturbation=copies, **more)
     return Request(config, config.probe, seed, **fields)

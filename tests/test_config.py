@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from oar_plugin.config import DumpConfig, OarConfig, OarConfigError
+from oar_plugin.config import AmortizeConfig, DumpConfig, OarConfig, OarConfigError
 from oar_plugin.credit.importance import IMPORTANCES
 from tests.asked import GONE
 from tests.default_yaml import FILE
@@ -14,7 +14,15 @@ from tests.default_yaml import FILE
     [
         # The defaults are the measured estimator and gate.
         (None, {"gate": "two_level", "quantile": 0.85, "beta": 2.0, "floor": 0.1, "sigma": 1e-3}),
-        (None, {"importance": "fisher", "probe": "answer_mean", "base_estimator": "grpo"}),
+        (None, {"importance": "oar_p", "probe": "answer_mean", "base_estimator": "grpo"}),
+        # `auto`: predicted where the actor runs copies; where an importance is named too.
+        *((given, {"amortize": AmortizeConfig(share=0.025, units=8)}) for given in (None, {"importance": "oar_p"})),
+        ({"amortize": {"share": 0.1, "units": "auto"}}, {"amortize": AmortizeConfig(share=0.1, units=8)}),
+        ({"amortize.share": "auto", "amortize.units": 4}, {"amortize": AmortizeConfig(share=0.025, units=4)}),
+        *(
+            (given, {"amortize": AmortizeConfig(share=None, units=None)})
+            for given in ({"importance": "fisher"}, {"amortize.share": None}, {"perturbation.backend": "rollout"})
+        ),
         # The quantile is the gate's unless tau is set.
         ({"gate": "bi_level"}, {"quantile": 0.4}),
         ({"gate": "bi_level", "tau": 0.0}, {"quantile": 0.0}),
@@ -85,9 +93,14 @@ def test_a_fallback_that_left_is_told_too():
         ({"teu": 0.3}, ["algorithm.oar.teu=0.3", "unknown key", "did you mean algorithm.oar.tau", "allowed keys"]),
         ({"answer_patterns": []}, ["probe=answer_mean", "answer_patterns", "probe=last"]),
         ({"importance": "entropy", "amortize.share": 0.5}, ["amortize.share=0.5", "importance=entropy", "null"]),
-        ({"importance": "oar_p", "amortize.share": 1}, ["amortize.share=1", "allowed: null"]),
-        ({"importance": "oar_p", "amortize.units": 4}, ["amortize.units=4", "share=null", "allowed: null, or"]),
-        ({"amortize": {"share": 0.5, "units": 4}}, ["amortize.units=4", "importance=fisher", "importance=oar_p with"]),
+        ({"amortize": {"share": 1, "units": None}}, ["amortize.share=1", "allowed: null"]),
+        ({"amortize": {"share": None, "units": 4}}, ["amortize.units=4", "share=null", "allowed: null, or"]),
+        (
+            {"importance": "fisher", "amortize.units": 4},
+            ["amortize.units=4", "importance=fisher", "importance=oar_p with"],
+        ),
+        ({"amortize.share": 3}, ["amortize.share=3", "less than or equal to 1"]),
+        ({"amortize": 5}, ["algorithm.oar.amortize=5", "dictionary"]),
         ({"importance": "oar_p", "amortize.units": 1}, ["amortize.units=1", "equal to 2"]),
         ({"answer_patterns": ["boxed", "hash", "x"]}, ["algorithm.oar.answer_patterns[2]='x': ", "the_answer_is"]),
         ({"answer_patterns": ["regex:(", "boxed"]}, ["algorithm.oar.answer_patterns[0]='regex:(': ", "regular"]),

@@ -55,8 +55,9 @@ def test_it_is_what_plain_autograd_says(model, folder, importance, reference, pl
 
 
 def test_copies_are_what_single_forwards_say(model, folder):
-    want = world.counterfactual(folder)
-    assert error_of(credit_of(model, importance="oar_p"), want) < 1e-5
+    published = credit_of(model, **{"perturbation.replacement": "pad"})
+    assert error_of(published, world.counterfactual(folder)) < 1e-5
+    assert error_of(credit_of(model), world.counterfactual(folder)) > 0.1, "draws of the model's own"
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
@@ -124,14 +125,15 @@ def test_a_forward_has_fewer_tokens_if_the_model_is_larger(model):
     model.register_forward_pre_hook(lambda _, args, named: rows.append(len(named["input_ids"])), with_kwargs=True)
     for size, most in ((64, len(PROMPTS)), (2**22, 1)):
         model.config.hidden_size = size
-        credit_of(model)
+        credit_of(model, importance="fisher")
         assert rows[-1] == most
 
 
 def test_a_padding_token_that_ends_responses_is_said_once(model, caplog):
     given = {"prompts": PROMPTS[:1], "responses": RESPONSES[:1], "tokenizer": world.make_tokenizer()}
     given["tokenizer"].pad_token = given["tokenizer"].eos_token
-    for settings in ({"importance": "oar_p"}, {"importance": "oar_p"}, {}, {"perturbation.replacement": "sampled"}):
+    pad = {"perturbation.replacement": "pad"}
+    for settings in (pad, pad, {"importance": "fisher", **pad}, {}):
         oar_plugin.importance(model, **given, **settings)
     (said,) = caplog.messages
     assert "importance.perturbation.replacement=pad: '<eos>' ends responses or separates documents." in said
@@ -276,8 +278,9 @@ def test_what_left_is_refused_with_what_to_write_instead(model, given):
 
 def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch, caplog):
     monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
-    first = credit_of(model, **{"amortize.share": world.SHARE})
-    second = credit_of(model, predictor=first.predictor, **{"amortize.share": world.SHARE})
+    credit = partial(credit_of, model, importance="fisher", **{"amortize.share": world.SHARE})
+    first = credit()
+    second = credit(predictor=first.predictor)
     assert first.metrics["amortize/predicted"] == 0
     assert second.metrics["amortize/predicted"] == second.metrics["scored"] == second.predicted.float().mean() == 1
     assert {*first.status} == {Status.LEARNING}
@@ -289,15 +292,15 @@ def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch, cap
     assert f"SCORED (predicted) {second.predicted.sum()}" in repr(second)
     assert f"{int(second.predicted.nonzero()[0])}: SCORED (predicted)</b>" in second._repr_html_()
     assert "predicted" not in repr(first)
-    again = credit_of(model, predictor=first.predictor, **{"amortize.share": world.SHARE})
+    again = credit(predictor=first.predictor)
     assert torch.equal(again.importance, second.importance), "the call before has changed nothing"
     with pytest.raises(ValueError, match=r"predictor: nothing is predicted without amortize\.share"):
-        credit_of(model, predictor=first.predictor)
+        credit_of(model, importance="random", predictor=first.predictor)
 
 
 def test_a_credit_shows_itself(model):
     credit = credit_of(model, ["<script>no answer<eos>", *RESPONSES[1:]])
-    shown = r"Credit\(4 responses: NO_ANSWER 1, SCORED 3; importance=fisher, gate=two_level; weights .*\)"
+    shown = r"Credit\(4 responses: NO_ANSWER 1, SCORED 3; importance=oar_p, gate=two_level; weights .*\)"
     assert re.fullmatch(shown, repr(credit))
     page = credit._repr_html_()
     assert "<script>" not in page

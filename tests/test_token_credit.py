@@ -30,7 +30,7 @@ from tests.processes import ranks, worker
 
 DOCUMENT = (Path(__file__).parents[1] / "docs/your-own-host.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
-SETTINGS = {"answer_patterns": ["hash"], "dump": {"dir": "credit", "every": 1}}
+SETTINGS = {"answer_patterns": ["hash"], "dump": {"dir": "credit", "every": 1}, "amortize": {"share": None}}
 TOOL = 2  # responses start with so many tokens that the model did not write, in the batch of a tool
 IMPORTANCES = ["fisher", "oar_p"]
 ROWS = range(len(world.ROWS))
@@ -111,13 +111,13 @@ def test_its_dump_is_read_by_the_inspector_and_what_a_tool_wrote_is_not_scored(m
     batch["own"][:, :TOOL] = False
     assert reshaped(model, batch, tmp_path)[1]["oar/dump_failed"] == 0
     header, responses = read(tmp_path)
-    assert header.config["importance"] == "fisher"
+    assert header.config["importance"] == "oar_p"
     assert [(one.group, one.uid, one.status.upper()) for one in responses] == [
         (group, f"response {row}", world.STATUS[row]) for row, group in enumerate("aabbccdd") if group in "ac"
     ]
     assert {tuple(one.mask[: TOOL + 1]) for one in responses} == {(0, 0, 1)}
-    assert not any(any(one.importance["fisher"][:TOOL]) or set(one.weights[:TOOL]) != {1.0} for one in responses)
-    assert any(any(one.importance["fisher"][TOOL:]) for one in responses)
+    assert not any(any(one.importance["oar_p"][:TOOL]) or set(one.weights[:TOOL]) != {1.0} for one in responses)
+    assert any(any(one.importance["oar_p"][TOOL:]) for one in responses)
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor], ids=["python", "numpy", "torch"])
@@ -135,7 +135,8 @@ def test_two_responses_with_one_id_are_counted(model, tmp_path):
 
 def test_its_dump_and_the_terminal_say_which_responses_were_predicted(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
-    credit = shown().start(SETTINGS | {"amortize.share": 0.5}, model, world.make_tokenizer(), tmp_path)
+    settings = SETTINGS | {"importance": "fisher", "amortize.share": 0.5}
+    credit = shown().start(settings, model, world.make_tokenizer(), tmp_path)
     for step in (1, 2):
         shown().credited(credit, model, batch_of(), step, world.MAX_RESPONSE_LENGTH)
         _, responses = read(tmp_path, step)

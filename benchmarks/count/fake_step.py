@@ -195,7 +195,7 @@ def gradient_pass(length: int) -> MicroBatchPass:
     segments_BL = torch.full((1, length), int(Segment.REASONING))
     segments_BL[:, :PROMPT], segments_BL[:, -ANSWER:] = int(Segment.OUTSIDE), int(Segment.ANSWER)
     packed, layout = packed_rows(torch.zeros(1, length, dtype=torch.long), segments_BL, None)
-    return MicroBatchPass(Request.of_step(OarConfig(), 1), packed, layout)
+    return MicroBatchPass(Request.of_step(OarConfig(importance="fisher"), 1), packed, layout)
 
 
 def measure(key: Memory, layers: int, length: int, sharded: bool = True) -> Numbers:

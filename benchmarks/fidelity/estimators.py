@@ -27,7 +27,7 @@ DRAWS = (1, 4)
 def by_importance(model: nn.Module, batch: Batch, importance: str, **asked: Any) -> Tensor:
     """An importance of the package, as an engine computes it; `asked` are settings."""
     replacement = asked.pop("replacement_token", batch.pad)
-    config = OarConfig(importance=importance, probe=batch.probe, **asked)
+    config = OarConfig(importance=importance, probe=batch.probe, amortize={"share": None}, **asked)
     request = Request(config, batch.probe, batch.seed, temperature=batch.temperature, replacement_token=replacement)
     return batch_importance(model, request, batch.token_BT, batch.segments_BT, batch.mask_BT, batch.max_tokens)
 

@@ -18,7 +18,7 @@ from benchmarks.workload import DEFAULT
 from oar_plugin.credit.probe import PROBES, Probe
 
 BASELINE = f"{DEFAULT} 1"
-"""What others are compared with: the package's default importance."""
+"""What others are compared with."""
 
 MAIN, BF16, AGAIN = "float32", "bfloat16", "another seed"
 """Ways to run estimators. Those with another probe have its name."""

@@ -19,8 +19,9 @@ PHASES = (GENERATION, LOG_PROB, IMPORTANCE, GATE, UPDATE)
 OF_ENGINES: dict[str, Any] = {"importance": "oar_p", "perturbation.span": 8, "perturbation.backend": "rollout"}
 SHOWN = (8, 64, 512)
 WAYS: dict[str, dict[str, Any]] = {
-    DEFAULT: {},
-    "fisher, 1 in 8 scored": {"amortize.share": 1 / 8},
+    DEFAULT: {"importance": DEFAULT},
+    "fisher, 1 in 8 scored": {"importance": DEFAULT, "amortize.share": 1 / 8},
+    "oar_p, predicted (default)": {},
     "oar_p, spans of 8 on the engines": OF_ENGINES,
     **{f"oar_p, spans of 8, 1 in {n} scored": {**OF_ENGINES, "amortize.share": 1 / n} for n in (20, 300)},
 }

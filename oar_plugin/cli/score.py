@@ -60,7 +60,7 @@ def configs_of(names: Sequence[str] | None, settings: Sequence[str]) -> list[Oar
     # All scores are computed: no step before has labels to predict from.
     given = {key: yaml.safe_load(value) for key, value in pairs if not key.startswith("amortize.")}
     names = names or [given.get("importance", OarConfig().importance)]
-    return [OarConfig.parse({**given, "importance": name}) for name in names]
+    return [OarConfig.parse({**given, "importance": name}, predicts=False) for name in names]
 
 
 def scored(files: Sequence[Path], checkpoint: str, configs: Sequence[OarConfig]) -> Iterator[Response]:

@@ -20,7 +20,8 @@ from unittest import mock
 import yaml
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
+from pydantic import BaseModel
 
 from oar_plugin.config import GROUPS, LEFT_DEFAULTS, PREFIX, OarConfig
 from oar_plugin.hosts.verl.settings import draw_seed
@@ -31,10 +32,16 @@ START = "OAR_START"  # environment variable: `resume` continues a run whose sett
 RECORD, LOCK = "run.yaml", "run.lock"
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
+_MODELS: dict[tuple[str, ...], type[BaseModel]] = {(): OarConfig, **{(group,): model for group, model in GROUPS.items()}}
 _IGNORED = yaml.safe_load(Path(__file__).with_name("ignored_keys.yaml").read_text(encoding="utf-8"))
-_OARS = {**{group: {} for group in GROUPS}, **dict(flat(OarConfig().model_dump(mode="json"))), **LEFT_DEFAULTS}
+_FIELDS = {
+    ".".join([*path, key]): field.default for path, of in _MODELS.items() for key, field in of.model_fields.items()
+}
+_OARS = {**_FIELDS, **{group: {} for group in GROUPS}, **LEFT_DEFAULTS}
 _DEFAULTS: dict[str, Any] = {PREFIX: {}, **{f"{PREFIX}.{key}": value for key, value in _OARS.items()}}
 """What a key of OAR's settings is where it is missing: another version recorded the run, and keys leave and are added."""
+_BEFORE = {"amortize.share": None, "amortize.units": None, "perturbation.replacement": "pad"}
+"""Defaults that are others since version 0.4.0, with that of `importance`. Records of that version have `amortize.units`."""
 _changes_nothing = re.compile("|".join(map(translate, _IGNORED))).match
 _ADVICE = f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away"
 _ADVICE += " to start over; another name (--name, trainer.experiment_name) starts a separate run"
@@ -79,11 +86,24 @@ def check(config: DictConfig, start: str = "") -> bool:
     if only_validates(config):
         return False
     record = record_of(folder := _folder(config))
+    _keep_default(record, config)
     differing = _differences(record, config)
     if differing and start != "resume":
         values = [f"  {key}: {json.dumps(old)} there, {json.dumps(new)} now" for key, (old, new) in differing.items()]
         raise RunRefused("\n".join([f"{folder} holds a run with other settings:", *values, _ADVICE]))
     return bool(config.trainer.resume_mode == "auto" and record.get("state") == "finished" and not differing)
+
+
+def _keep_default(record: dict[str, Any], config: DictConfig) -> None:
+    """Let a run of an older version go on with the importance that it recorded, if `config` has the new default."""
+    names = "importance", *_BEFORE
+    if record.get("older") and all(OmegaConf.select(config, f"{PREFIX}.{key}") == _OARS[key] for key in names):
+        old = {key: record["settings"][f"{PREFIX}.{key}"] for key in names}
+        with flag_override(config, ["readonly", "struct"], False):
+            for key, value in old.items():
+                OmegaConf.update(config, f"{PREFIX}.{key}", value)
+        said = ", ".join(f"{key}={json.dumps(value)}" for key, value in old.items())
+        say(f"oar: this run began with the default of an older version and goes on with it: {said}", sys.stderr)
 
 
 def _differences(record: dict[str, Any], config: DictConfig) -> dict[str, tuple[Any, Any]]:
@@ -115,7 +135,9 @@ def begin(config: DictConfig, start: str = "") -> Path | None:
 
 def end(folder: Path, state: str) -> None:
     """Record how a run ended: `finished` or `failed`. A run that was killed remains `unfinished`."""
-    write_whole(folder / RECORD, yaml.safe_dump(record_of(folder) | {"state": state}, sort_keys=False))
+    record = record_of(folder)
+    record.pop("older", None)
+    write_whole(folder / RECORD, yaml.safe_dump(record | {"state": state}, sort_keys=False))
 
 
 def _folder(config: DictConfig) -> Path:
@@ -128,7 +150,10 @@ def record_of(folder: Path) -> dict[str, Any]:
     try:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
         settings = dict(record["settings"]).items()  # an older version has recorded more of them
-        return {"state": str(record["state"]), "settings": {k: v for k, v in settings if not _changes_nothing(k)}}
+        kept = {k: v for k, v in settings if not _changes_nothing(k)}
+        older = f"{PREFIX}.importance" in kept and f"{PREFIX}.amortize.units" not in kept
+        before = {f"{PREFIX}.{key}": value for key, value in _BEFORE.items()} if older else {}
+        return {"state": str(record["state"]), "settings": before | kept, "older": older}
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:

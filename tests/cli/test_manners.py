@@ -90,7 +90,7 @@ def test_a_fault_of_the_user_is_a_message_that_names_it(words, status, said, fol
             ["recipes"],
             "qwen2_5_7b_lora Qwen2.5-7B with LoRA on GSM8K and MATH: one node with 8 GPUs of 40 GB or more, FSDP2",
         ),
-        (["plan", RECIPE], "generation 59.1 21.9 25.8% KV cache 37.8, vLLM 9.6, optimizer 7.1, weights 3.5, other 1.0"),
+        (["plan", RECIPE], "generation 59.1 21.9 28.7% KV cache 37.8, vLLM 9.6, optimizer 7.1, weights 3.5, other 1.0"),
     ],
     ids=["recipes", "plan"],
 )

@@ -140,7 +140,11 @@ def run(monkeypatch):
         config = OmegaConf.create(settings | {"data": {"max_response_length": world.MAX_RESPONSE_LENGTH}})
         hf_config = Qwen2Config(max_position_embeddings=128)
         held = SimpleNamespace(hf_config=hf_config, tokenizer=tokenizer, generation_config=None)
-        copies = {"importance": "oar_p", "perturbation": {"backend": "rollout"}, "answer_patterns": ["hash"]}
+        copies = {
+            "importance": "oar_p",
+            "perturbation": {"backend": "rollout", "replacement": "pad"},
+            "answer_patterns": ["hash"],
+        }
         monkeypatch.setattr(agent_loop, "resolve", lambda config: OarConfig.parse(copies | oar))
         worker = agent_loop.OarAgentLoopWorker(config=config, model_config=held, tokenizer=tokenizer, llm_client=server)
         if share is not None:
@@ -217,7 +221,7 @@ def test_only_what_has_a_signal_and_an_answer_is_sent(run, oar, outputs, expecte
 def test_the_share_that_the_driver_says_is_scored_until_then_all(run, share, scored):
     """The actor predicts from these."""
     outputs = [output(row, float(row > 0)) for row in world.SCORED]
-    fields = run(Server(), outputs, amortize={"share": world.SHARE}, share=share)
+    fields = run(Server(), outputs, amortize={"share": world.SHARE, "units": None}, share=share)
     statuses = {row: status_of(fields[session][0]) for session, row in enumerate(world.SCORED)}
     assert statuses == {row: Status.SCORED if row in scored else Status.NOT_SCORED for row in world.SCORED}
 

@@ -124,7 +124,7 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(padded,
     head, rows = world.lines(1)
     assert head.versions.keys() >= {"verl", "torch", "transformers"}
     assert (head.run, head.model) == (tmp_path.name, TOKENIZER.name_or_path)
-    assert (head.config["tau"], head.config["dump"]["every"], head.arbitrary_scale) == (0.85, 3, {"fisher": True})
+    assert (head.config["tau"], head.config["dump"]["every"], head.arbitrary_scale) == (0.85, 3, {"oar_p": False})
     assert [(row.group, row.uid, row.right) for row in rows[:2]] == [("a", "a_0_0", True), ("a", "a_1_0", False)]
     assert [row.group for row in rows] == [*"aabb"]
     row = rows[1]
@@ -133,7 +133,7 @@ def test_a_file_holds_the_header_and_whole_groups_with_all_that_is_known(padded,
     assert (row.advantage, row.reward, row.log_probs[2], row.entropies[3]) == (-1.0, 0.0, -0.25, 0.75)
     assert row.mask == [1, 0, 1, 1]
     assert sum(row.weights) == pytest.approx(4, rel=1e-5)
-    assert max(row.importance["fisher"]) > 0
+    assert max(row.importance["oar_p"]) > 0
     assert padded or [rows for rows, _ in world.asked] == [6, 4], "text and scores of the chosen rows only"
 
 

@@ -129,7 +129,7 @@ def test_the_update_gets_the_hosts_advantage_times_the_weights(bypass, nodes):
     for name in ("responses", "response_mask"):
         assert not asked[name].is_nested, "the actors take the padding away, each from its rows"
         assert [row.tolist() for row in response_rows(asked, name)] == [[1] * LENGTHS[row] for row in order]
-    assert asked[NEEDED][:, 0].tolist() == [(1, 1, 1, 0, 0, 0)[row] for row in order]
+    assert asked[NEEDED][:, 0].tolist() == [(2, 2, 2, 0, 0, 0)[row] for row in order], "all teach at first"
     want = TokenCredit(one.oar, one.tokenizer).reshape(
         1,
         host_BL,

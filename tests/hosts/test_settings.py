@@ -54,7 +54,8 @@ def config(**changes):
 def test_the_one_line_is_enough():
     assert switched_on(config())
     assert not switched_on(config(algorithm__adv_estimator="grpo"))
-    assert resolve(config()).importance == "fisher"
+    resolved = resolve(config())
+    assert (resolved.importance, resolved.amortize.share, resolved.amortize.units) == ("oar_p", 0.025, 8)
 
 
 @pytest.mark.parametrize("case", GIVEN["limits"])

@@ -80,7 +80,7 @@ class World:
         others = {"data": {"max_response_length": 16}, "trainer": {"critic_warmup": 0}}
         self.trainer = object.__new__(get_trainer_cls(mode))
         self.trainer.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": actor, **others})
-        self.trainer.oar = OarConfig.parse(oar)
+        self.trainer.oar = OarConfig.parse({"importance": "fisher"} | oar)
         self.trainer.timing_raw = {}
         self.trainer.global_steps = 1
         self.trainer.logger = SimpleNamespace(logger={})
@@ -343,7 +343,6 @@ def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world
     assert one.trainer.timing_raw["oar"] > 0
 
 
-@pytest.mark.parametrize("rewards", [[1.0] * 6, [1.0, 0.0] * 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_driver_chooses_the_same_rows_for_any_number_of_ranks_and_spreads_them(world, monkeypatch, ranks):
     monkeypatch.setattr(prediction, "ENOUGH", (0, 0))
@@ -370,6 +369,7 @@ def test_the_driver_chooses_the_same_rows_for_any_number_of_ranks_and_spreads_th
     assert max(counts) - min(counts) <= 1
 
 
+@pytest.mark.parametrize("rewards", [[1.0] * 6, [1.0, 0.0] * 3])
 def test_where_no_row_differs_from_the_others_verls_own_dealing_stays(world, rewards):
     # There are two ways, and verl takes the other one.
     ours, verls = (world(rewards=rewards, lengths=[7, 3, 1, 9, 3, 7]) for _ in range(2))

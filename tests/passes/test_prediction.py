@@ -56,7 +56,7 @@ def predict(model, schedule, request, max_tokens=2**13, count=4):
 def test_every_token_is_paid_by_what_earlier_steps_taught(model, folder, scored, importance, max_tokens):
     """Those of responses that are scored too."""
     more = {"replacement_token": world.PAD, "temperature": world.TEMPERATURE}
-    request = asked(importance, amortize={"share": world.SHARE}, **more)
+    request = asked(importance, amortize={"share": world.SHARE, "units": None}, **more)
     schedule = Schedule(request.config)
     first, second = (predict(model, schedule, request, max_tokens) for _ in range(2))
     assert not first.any()

@@ -11,7 +11,9 @@ from oar_plugin.passes.request import Request, replacement_token
 
 
 def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of_the_rollout():
-    config = OarConfig(seed=3, num_draws=2, sigma=0.01, warmup_steps=2, probe="answer_joint", max_answer_tokens=50)
+    config = OarConfig(
+        importance="fisher", seed=3, num_draws=2, sigma=0.01, warmup_steps=2, probe="answer_joint", max_answer_tokens=50
+    )
     requests = [Request.of_step(config, step, max_response_length=100, temperature=0.6) for step in (1, 2, 3)]
     assert [one.seed for one in requests] == [step_seed(3, step) for step in (1, 2, 3)]
     assert len({one.seed for one in requests}) == 3
@@ -26,7 +28,7 @@ def test_a_request_carries_the_probe_and_seed_of_the_step_and_the_temperature_of
 @pytest.mark.parametrize(
     ("settings", "importance", "copies"),
     [
-        ({}, "fisher", False),
+        ({}, "oar_p", True),
         ({"importance": "python:tests.own_importance:Saliency"}, "python:tests.own_importance:Saliency", False),
         ({"importance": "oar_p", "perturbation": {"span": 4}}, "oar_p", True),
         ({"importance": "oar_p", "perturbation": {"backend": "rollout"}}, "fisher", False),
@@ -50,9 +52,9 @@ def test_without_a_fallback_nothing_is_asked_of_the_actor():
 
 def test_what_stands_in_for_a_token():
     padded, unpadded = SimpleNamespace(pad_token_id=0), SimpleNamespace(pad_token_id=None)
-    copies = OarConfig(importance="oar_p")
+    copies = OarConfig.parse({"perturbation.replacement": "pad"})
     assert replacement_token(copies, padded) == 0
-    assert replacement_token(OarConfig(), padded) is None, "no copies"
+    assert replacement_token(OarConfig(importance="fisher"), padded) is None, "no copies"
     sampled = OarConfig.parse({"importance": "oar_p", "perturbation": {"replacement": "sampled"}})
     assert replacement_token(sampled, unpadded) is None
     with pytest.raises(OarConfigError, match=r"replacement=pad.*no padding token.*sampled"):

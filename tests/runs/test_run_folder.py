@@ -81,7 +81,7 @@ def recorded(folder, **of_oar):
     (folder / RECORD).write_text(yaml.safe_dump(record))
 
 
-@pytest.mark.parametrize("new", [{}, {"tau": None, "amortize": OarConfig().amortize.model_dump()}])
+@pytest.mark.parametrize("new", [{}, {"tau": None, "amortize": {"share": "auto", "units": "auto"}}])
 def test_a_missing_key_of_oar_is_its_default(folder, new):
     left = {"perturbation__budget": None, "context__template": LEFT_DEFAULTS["context.template"]}
     recorded(folder, **left, probe=OarConfig().probe, dump__folder="/old", amortize={})
@@ -95,10 +95,39 @@ def test_a_missing_key_of_oar_is_its_default(folder, new):
     with pytest.raises(RunRefused) as refused:
         begin(run)
     assert str(refused.value).splitlines()[1:-1] == [
-        f"  algorithm.oar.amortize.share: 0.25 there, {json.dumps(OarConfig().amortize.share)} now",
+        '  algorithm.oar.amortize.share: 0.25 there, "auto" now',
         "  algorithm.oar.perturbation.budget: 0.3 there, null now",
         f"  algorithm.oar.probe: null there, {json.dumps(OarConfig().probe)} now",
     ]
+
+
+NOW = {
+    "importance": "oar_p",
+    "amortize": {"share": "auto", "units": "auto"},
+    "perturbation": {"replacement": "sampled"},
+}
+
+
+@pytest.mark.parametrize(
+    ("old", "asked", "importance"),
+    [
+        ({"importance": "fisher", "perturbation__replacement": "pad"}, {}, "fisher"),
+        ({"importance": "oar_g"}, {}, "oar_g"),
+        ({"importance": "fisher"}, {"amortize": {"share": 0.025, "units": "auto"}}, None),  # asks for another one
+        ({"importance": "fisher", "amortize__units": "auto"}, {}, None),  # recorded by this version
+    ],
+)
+def test_a_run_of_an_older_version_goes_on_with_the_default_that_it_recorded(folder, capsys, old, asked, importance):
+    recorded(folder, **old)
+    run = config(folder, algorithm={"oar": NOW | asked})
+    if importance is None:
+        with pytest.raises(RunRefused, match="importance"):
+            begin(run)
+        return
+    assert begin(run) == folder
+    assert (run.algorithm.oar.importance, run.algorithm.oar.amortize.share) == (importance, None)
+    assert run.algorithm.oar.perturbation.replacement == old.get("perturbation__replacement", "pad")
+    assert f'goes on with it: importance="{importance}"' in capsys.readouterr().err
 
 
 def test_the_callback_that_left_is_named(folder):

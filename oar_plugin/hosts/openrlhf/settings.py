@@ -19,7 +19,8 @@ def settings_of(args: Any) -> OarConfig:
         settings = None
     if not isinstance(settings, dict):
         raise OarConfigError(f'{OPTION}={given}: not a JSON object; allowed: one such as {{"importance": "fisher"}}')
-    config = OarConfig.parse(settings, OPTION)
+    # Its batches come in parts, from which nothing is predicted; and exact scores of all are no default.
+    config = OarConfig.parse({"importance": "fisher"} | settings, OPTION, predicts=False)
     model = AutoConfig.from_pretrained(args.actor.model_name_or_path, trust_remote_code=True)  # as OpenRLHF loads it
     ds, actor, advantage, kl = args.ds, args.actor, args.algo.advantage, args.algo.kl
     refused = [

@@ -11,9 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from omegaconf import DictConfig, OmegaConf
-from torch.distributions import Binomial
 
 from oar_plugin.credit.regression import COLUMNS, FEATURES
 from oar_plugin.hosts.verl.settings import context_parallel, resolve, switched_on, trainer_of
@@ -113,9 +111,9 @@ class Plan:
         filtered = bool(OmegaConf.select(self.config, "algorithm.filter_groups.enable"))
         self.rounds = [self.sequences, self.sequences * (1 / scored - 1) if filtered else 0.0]
         self.scored_share = 1.0 if filtered else scored
-        # The share of these whose importance is computed and not predicted, on the rank with most of them.
+        # The share of these whose importance is computed and not predicted. The driver deals them out evenly.
         share, rows = self.settings and self.settings.amortize.share, self.sequences * self.scored_share / self.dp
-        self.computed = largest_share(max(1, round(rows)), share, self.dp) if share else 1.0
+        self.computed = min(1.0, math.ceil(math.ceil(share * rows * self.dp) / self.dp) / rows) if share else 1.0
         # Rows that the probe reads, and tokens that get importance.
         self.answer = 1 if self.settings is not None and self.settings.probe == "last" else ASSUMED.answer
         self.reasoning = max(1.0, self.mean_response - self.answer)
@@ -183,12 +181,6 @@ def _rows(files: Any) -> int:
     paths = [Path(file) for file in ([files] if isinstance(files, str) else files)]
     rows = [known.KNOWN["rows"].get(f"{path.parent.name}/{path.stem}", 0) for path in paths]
     return sum(rows) if all(rows) else 0
-
-
-def largest_share(rows: int, share: float, ranks: int) -> float:
-    """Return the expected share of the rank with most, for which all wait. Each of a rank's `rows` is chosen by a hash."""
-    chances = Binomial(rows, torch.tensor(share).double()).log_prob(torch.arange(rows).double()).exp()
-    return (1 - chances.cumsum(0).clamp(max=1) ** ranks).sum().item() / rows
 
 
 def in_gib(sizes: tuple[float, float], digits: int = 1) -> str:
@@ -289,7 +281,8 @@ def trainer_passes(p: Plan) -> dict[str, tuple[float, float, int, int]]:
     if oar.importance_object.reads and "reasoning" not in starts:
         added += p.flops_of("head", p.reasoning)
     if oar.amortize.share:  # each token is projected; of those with computed importance come sums of products
-        added = p.computed * added + 2 * p.reasoning * (p.model.hidden_size * COLUMNS + p.computed * FEATURES**2)
+        labels = p.computed * (oar.amortize.units or p.reasoning)
+        added = p.computed * added + 2 * (p.reasoning * p.model.hidden_size * COLUMNS + labels * FEATURES**2)
     if added:
         passes[IMPORTANCE] = (
             p.sequences * p.scored_share * added,
@@ -305,13 +298,15 @@ def step_seconds(p: Plan, efficiency: SimpleNamespace) -> Parts:
     seconds = {GENERATION: sum(generation_seconds(p, efficiency, sequences) for sequences in p.rounds)}
     seconds |= {phase: pass_seconds(p, efficiency, phase) for phase in p.passes}
     if (oar := p.settings) is not None:
-        if oar.importance_object.copies:  # masked copies, and one forward of the unmasked response
+        if oar.importance_object.copies:
             hidden = oar.perturbation.share_while_generating * seconds[GENERATION] if oar.offloads else 0.0
             rate = (p.rollout_gpus if oar.offloads else p.gpus) * p.gpu.tflops * 1e12 * efficiency.inference
-            # With a shared prefix, a copy's forward starts at its first masked token: on average mid-way in the reasoning.
-            start = p.mean_prompt + p.reasoning / 2 if oar.offloads or (p.cp == 1 and not p.fused) else 0.0
+            # On engines a copy's forward starts at its first masked token, on average mid-way in the reasoning, and one forward
+            # is of the unmasked response. In the actor copies are whole, and log-probs give the unmasked response.
+            start = p.mean_prompt + p.reasoning / 2 if oar.offloads else 0.0
             copy = p.flops_of("layers", p.length, start) + p.flops_of("head", p.answer)
-            flops = max(1.0, p.reasoning / oar.perturbation.span) * copy + p.flops_of("layers", p.length)
+            flops = min(oar.amortize.units or math.inf, max(1.0, p.reasoning / oar.perturbation.span)) * copy
+            flops += p.flops_of("layers", p.length) * oar.offloads
             scored = p.sequences * p.scored_share * ((oar.amortize.share or 1.0) if oar.offloads else p.computed)
             seconds[COPIES] = max(0.0, scored * flops / rate - hidden)
         gate = ASSUMED.gate_s / p.dp + ASSUMED.driver_s

@@ -27,7 +27,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "draws3": {"num_draws": 3},
     "loud": {"sigma": 0.2},  # changes routes
     "again": {},
-    "shared": {"amortize": {"share": world.SHARE}},
+    "shared": {"amortize": {"share": world.SHARE, "units": None}},
     "fails": {"answer_patterns": (f"python:{world.__name__}:fails_on_a_rank",)},
 }
 OTHERS = ["entropy", "random", "own", "grail"]

@@ -73,7 +73,13 @@ def rows(experiences, name="advantages"):
 def front_door(folder, experiences, **settings):
     """Credit of every response by itself."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), world.make_tokenizer()
-    given = {"tokenizer": tokenizer, "answer_patterns": ["hash"], "temperature": 0.7, **settings}
+    given = {
+        "importance": "fisher",
+        "tokenizer": tokenizer,
+        "answer_patterns": ["hash"],
+        "temperature": 0.7,
+        **settings,
+    }
     whole = [row for e in experiences for row in e.sequences]
     for ids, own in zip(whole, rows(experiences, "action_mask"), strict=True):
         own = torch.cat([own.new_zeros(1), own])[None]

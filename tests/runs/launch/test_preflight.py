@@ -119,7 +119,7 @@ def test_a_padding_token_that_ends_texts_is_noted_where_copies_would_have_it(rea
     tokenizer.add_tokens(["<|endoftext|>"], special_tokens=True)
     tokenizer.pad_token = pad
     tokenizer.save_pretrained(tmp_path / "model")
-    copies = {"algorithm.oar.importance": "oar_p", "actor_rollout_ref.model.path": str(tmp_path / "model")}
+    copies = {"actor_rollout_ref.model.path": str(tmp_path / "model"), "algorithm.oar.perturbation.replacement": "pad"}
     found = examined(ready | copies | changes).get("masked copies")
     assert (found is not None) == noted
     assert not noted or (found.level, found.text.split(" ends ")[0]) == ("note", repr(pad))
