@@ -175,7 +175,7 @@ def train(name: str, kind: type[GRPOTrainer], **more: Any) -> None:
 
 train("grpo", GRPOTrainer)
 dump = {"dir": "credit", "every": max(1, STEPS // 4), "groups": 4}
-train("oar", OarGRPOTrainer, oar={"dump": dump})
+train("oar", OarGRPOTrainer, oar={"importance": "fisher", "dump": dump})
 
 # %% [markdown]
 # ## An importance of your own

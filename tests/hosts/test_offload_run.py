@@ -83,6 +83,7 @@ def offloaded(folder):
         folder,
         *LONG,
         f"{COPIES}.span=1",
+        f"{COPIES}.replacement=pad",
         "algorithm.oar.amortize.share=null",
         "trainer.save_freq=1",
         "trainer.max_actor_ckpt_to_keep=null",

@@ -81,6 +81,13 @@ def arguments(folder: Path, **changes: Any) -> GRPOConfig:
     return GRPOConfig(**settings | changes)
 
 
+def settled(oar: Any) -> Any:
+    """Settings with `fisher` in place of the default, and all scores computed, where they do not say otherwise."""
+    if not isinstance(oar, dict):
+        return oar
+    return {"importance": "fisher"} | ({} if "amortize.share" in oar else {"amortize.share": None}) | oar
+
+
 def make(
     kind: type[GRPOTrainer],
     folder: Path,
@@ -92,6 +99,8 @@ def make(
 ) -> Any:
     """A trainer. `changes` are of the configuration, but for arguments of trainers."""
     of_trainer = {name: changes.pop(name) for name in ("oar", "peft_config", "tools", "callbacks") if name in changes}
+    if "oar" in of_trainer:
+        of_trainer["oar"] = settled(of_trainer["oar"])
     trainer = kind(
         make_model() if model is None else model,
         reward_funcs=paid,

@@ -119,7 +119,7 @@ class Watched(OarGRPOTrainer):
             seen = Seen(done.step, output, plain_B, done.importance_BL, done.segments_BL, done.status_B)
             self.seen.append(seen)
             if self.compare is not None:
-                known = {"predictor": self.predictor} if self._credit.predictor else {}
+                known = {"predictor": self.predictor} if self._credit.schedule.predictor else {}
                 with self.accelerator.autocast():
                     seen.ask(self.model, temperature=self.temperature, **known, **self.compare)
                 self.predictor = seen.credit.predictor
@@ -129,6 +129,6 @@ class Watched(OarGRPOTrainer):
 def watched(folder: Path, oar: dict[str, Any], **changes: Any) -> Watched:
     """A run that compared each of its batches with the front door."""
     trainer = tiny.make(Watched, folder, oar=oar, **changes)
-    trainer.compare = {name: value for name, value in oar.items() if name != "dump"}
+    trainer.compare = {name: value for name, value in tiny.settled(oar).items() if name != "dump"}
     trainer.train()
     return trainer
