@@ -148,7 +148,7 @@ def importance(
         _check(value > 0, f"{name}={value!r}", "must be above 0")
     usable = not any(parameter.is_inference() for parameter in model.parameters())
     _check(usable, "model", "it was loaded in torch.inference_mode(), and has no gradients; load it outside of it")
-    request = credit.request(step, temperature=temperature, importance_only=True)
+    request = credit.request(step, temperature=temperature)
     segments_BL = None if segments is None else torch.as_tensor(segments).cpu()
     if input_ids is None:
         rows = _tokenized(prompts, responses, tokenizer)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.functional import pad
 
 from oar_plugin import estimator
@@ -131,7 +131,6 @@ class TokenCredit:
         step: int,
         max_response_length: int | None = None,
         temperature: float = 1.0,
-        importance_only: bool = False,
         max_length: int | None = None,
     ) -> Request:
         """Returns the request for training step `step` (from 1): what to compute, and how.
@@ -141,11 +140,10 @@ class TokenCredit:
                 an end-of-sequence token. None: no limit.
             max_length: the same of prompt and response together: the length at which the host's engine stops.
             temperature: the sampling temperature of the responses.
-            importance_only: compute no log-probs and no entropy for the host.
         """
         limits = {"max_response_length": max_response_length or sys.maxsize, "max_length": max_length or sys.maxsize}
-        asked = {"importance_only": importance_only, "replacement_token": self._replacement}
-        return Request.of_step(self.config, step, temperature=temperature, **limits, **asked)
+        how = {"temperature": temperature, "replacement_token": self._replacement}
+        return Request.of_step(self.config, step, **limits, **how)
 
     def segments(self, batch: PaddedBatch, needed_B: Tensor, request: Request) -> tuple[Tensor, Tensor]:
         """Finds the answer of each response. The model's own tokens before the answer are its reasoning.
@@ -178,7 +176,7 @@ class TokenCredit:
         max_tokens: int,
         max_over_ranks: Callable[[int], int] = lambda count: count,
         checkpoint_activations: bool = False,
-        sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Returns the importance of each response token, float32 `[B, L]`; 0 at tokens that are not scored.
 
@@ -195,7 +193,12 @@ class TokenCredit:
         Raises:
             UnsupportedModelError: importance cannot be computed with this model (`oar_plugin.passes.taps.check_model`).
             RuntimeError: a parameter has a `.grad`.
+            ValueError: importance is predicted on several ranks, without `sum_over_ranks`.
         """
+        if sum_over_ranks is None:
+            if self.schedule.predictor and distributed.is_initialized() and distributed.get_world_size() > 1:
+                raise ValueError("importance is predicted: give sum_over_ranks, or set amortize.share=null")
+            sum_over_ranks = lambda tensor: tensor  # noqa: E731
         before = batch.prompt_columns
         rows = batch.token_BT, pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE)), batch.mask_BT
         over_ranks = {"max_over_ranks": max_over_ranks, "sum_over_ranks": sum_over_ranks}

@@ -26,7 +26,8 @@ def labelled(predictor: Predictor | None, request: Request, rollout: Any) -> Ten
     seed_B = response_seeds(packed.token_T, packed.response_T, len(reasoning_BL), request.seed)
     units = Units(packed, predictor.span)
     chosen_B = predictor.choose(units, seed_B, reasoning_BL.any(-1), lambda tensor: tensor)
-    return torch.zeros_like(reasoning_BL).masked_scatter(reasoning_BL, predictor.labelled(units, seed_B, chosen_B))
+    drawn_B = response_seeds(packed.token_T, packed.response_T, len(reasoning_BL), request.config.seed)
+    return torch.zeros_like(reasoning_BL).masked_scatter(reasoning_BL, predictor.labelled(units, drawn_B, chosen_B))
 
 
 def with_predictions(

@@ -64,7 +64,8 @@ def gaussian(seed_N: Tensor, size: int) -> Tensor:
 def uniform(seed_N: Tensor, size: int, start: int = 0) -> Tensor:
     """Uniform values in (0, 1) for coordinates `start .. start + size - 1`, float32 `[N, size]`, of 24 bits."""
     coordinate = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=seed_N.device) * _GOLDEN
-    return (_shift(_mix(seed_N[:, None] + coordinate), 40).float() + 0.5) * 2.0**-24
+    # The largest of 2^24 values would round to 1, whose Gumbel value is infinite.
+    return ((_shift(_mix(seed_N[:, None] + coordinate), 40).float() + 0.5) * 2.0**-24).clamp_max(1 - 2.0**-24)
 
 
 def gumbel(seed_N: Tensor, size: int, start: int = 0) -> Tensor:

@@ -185,6 +185,6 @@ class CopyRows:
                     reference_K = torch.stack([self._reference[row] for row in self._row_U[held].tolist()])
                     self._scores.append((held, divergence(reference_K, outcome_K, probe, layout.vocabulary)))
 
-            return _Outcome(Tap(outcomes.position_N, score))
+            return _Outcome(Tap(outcomes.position_N, score, columns=layout.columns))
 
         return Work([Forward(None)], begin, lambda micro_batch, log_prob_T: None)

@@ -213,7 +213,7 @@ class MicroBatchPass:
                 read_logits(project, hidden_NH[count:read], lambda z, at: self._read(read_N.select(at), z.float()))
             if backward is None:
                 if any(b.noise and self._pools(b) for b in self.importance.backwards):
-                    self._noise_free_BV = self._pooled(project, hidden_NH[:count])
+                    self._noise_free_BV = pooled(project, hidden_NH[:count], self._answer, self.layout)
                 return None
             if self._pools(backward):
                 compared_BV = self._noise_free_BV if backward.noise else None
@@ -249,14 +249,11 @@ class MicroBatchPass:
 
         return make
 
-    def _pooled(self, project: Project, hidden_NH: Tensor) -> Tensor:
-        return pooled(project, hidden_NH, self._answer, self.layout)
-
     def _pooled_gradient(
         self, forward: Forward, project: Project, hidden_NH: Tensor, noise_free_BV: Tensor | None
     ) -> Tensor:
         """Gradient of the scalar at the probe's rows of hidden states, as if each were its response's only row, `[N, H]`."""
-        pooled_BV, seed_B = self._pooled(project, hidden_NH), self._seeds(forward)
+        pooled_BV, seed_B = pooled(project, hidden_NH, self._answer, self.layout), self._seeds(forward)
         with torch.autocast(pooled_BV.device.type, enabled=False):
             for start in range(0, len(pooled_BV), CHUNK):
                 part = slice(start, start + CHUNK)

@@ -30,6 +30,10 @@ class Work:
     # also takes the log-prob of each packed token, on any device, if the host has them
     end: Callable[[Any, Tensor | None], None]
 
+    @property
+    def reads_only(self) -> bool:
+        return all(forward.backward is None for forward in self.forwards)
+
 
 class Host(Protocol):
     """One batch of a host. All ranks call the same methods in the same order."""
@@ -38,8 +42,10 @@ class Host(Protocol):
     prefixes: bool  # whether `masked_copies` runs copies, behind cached prefixes; else they are rows of `copies`
     gives_log_probs: bool  # whether `read` gives `Work.end` the host's own
 
-    def read(self, rows: Sequence[int], work: Work | None) -> None:
-        """Runs the host's own log-prob forward over the whole batch; without one, these rows, if there is work."""
+    def read(self, rows: Sequence[int], work: Work | None) -> bool:
+        """Runs the host's own log-prob forward over the whole batch; without one, these rows, if there is work. Returns whether
+        memory sufficed.
+        """
 
     def gradient(self, rows: Sequence[int], work: Work) -> bool:
         """Runs these rows with a graph, and their backwards. Returns whether memory sufficed."""

@@ -29,13 +29,27 @@ def unwrapped(chunk: Any) -> GPTModel:
 
 
 class MegatronTaps(Taps):
-    """`Taps` of the model chunks of this rank, wrapped or not; several under an interleaved pipeline."""
+    """`Taps` of the model chunks of this rank, wrapped or not; several under an interleaved pipeline.
 
-    def __init__(self, chunks: Sequence[Any]) -> None:
+    With `reads_only` no backward is run, and nothing but hooks is added: with frozen weights megatron-core's linear rounds in
+    another way.
+    """
+
+    def __init__(self, chunks: Sequence[Any], reads_only: bool = False) -> None:
         super().__init__()
-        self.chunks = chunks
+        self.chunks, self.reads_only = chunks, reads_only
 
     def install(self) -> None:
+        if not self.reads_only:
+            self._prepare()
+        for model in map(unwrapped, self.chunks):
+            if model.pre_process:
+                self.callback(model.embedding.register_forward_hook(self._make_leaf).remove)
+            if model.post_process:
+                hook = model.output_layer.register_forward_pre_hook(self._project_rows, with_kwargs=True)
+                self.callback(hook.remove)
+
+    def _prepare(self) -> None:
         for chunk in self.chunks:
             # Chunks may share a config: callbacks run in reverse order, so its original values are restored last.
             config: TransformerConfig = get_model_config(chunk)
@@ -61,12 +75,6 @@ class MegatronTaps(Taps):
                 counts = getattr(module, "local_tokens_per_expert", None)
                 if counts is not None:
                     self.callback(counts.copy_, counts.clone())
-            model: GPTModel = unwrapped(chunk)
-            if model.pre_process:
-                self.callback(model.embedding.register_forward_hook(self._make_leaf).remove)
-            if model.post_process:
-                hook = model.output_layer.register_forward_pre_hook(self._project_rows, with_kwargs=True)
-                self.callback(hook.remove)
 
     def _make_leaf(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         return None if self.tap is None else self.tap.leaf(output)

@@ -46,9 +46,10 @@ class PlainHost:
         self.checkpoint_activations, self.largest, self.total = checkpoint_activations, max_over_ranks, sum_over_ranks
         self.device = next(model.parameters()).device
 
-    def read(self, rows: Sequence[int], work: Work | None) -> None:
+    def read(self, rows: Sequence[int], work: Work | None) -> bool:
         if work is not None:
             self._run(rows, work)
+        return True
 
     def gradient(self, rows: Sequence[int], work: Work) -> bool:
         self._run(rows, work)
@@ -98,7 +99,7 @@ class PlainHost:
         layout = packed_rows(input_BL, input_BL, keep_BL, self.device)[1]
         micro_batch = work.begin(rows, layout) if rows else MicroBatchPass(self.request, packed, layout)
         (input_BL,) = to_device(self.device, input_BL)
-        with ModelTaps(self.model, self.checkpoint_activations) as taps:
+        with ModelTaps(self.model, self.checkpoint_activations, reads_only=work.reads_only) as taps:
             for forward in work.forwards:
                 with taps.running(forward):
                     taps.tap = micro_batch.tap(forward)

@@ -9,7 +9,6 @@ Shape suffix U: labels, of one unit each. A *unit* is the tokens that one masked
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -189,18 +188,11 @@ class Predictor:
             self._warned = True
 
 
-class Counted(Protocol):
-    """Labels that were learned, and their responses."""
-
-    labels: float
-    responses: float
-
-
-def ready(counted: Counted) -> bool:
+def ready(counted: "Regression | Choice") -> bool:
     return counted.labels >= ENOUGH[0] and counted.responses >= ENOUGH[1]
 
 
-def needed_labels(responses: float, counted: Counted, fewest: int) -> tuple[float, float]:
+def needed_labels(responses: float, counted: "Regression | Choice", fewest: int) -> tuple[float, float]:
     """How many labels a step needs, and how many responses: at least these, and more until predictions are ready."""
     if ready(counted):
         return fewest, responses

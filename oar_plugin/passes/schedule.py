@@ -100,7 +100,9 @@ class _Step:
             chosen_B = self.given.scored_B
         elif chosen_B is None:
             chosen_B = predictor.choose(units, seed_B, self.usable_B, lambda count: host.total(count.to(host.device)))
-        labelled_N = predictor.labelled(units, seed_B, self.usable_B & chosen_B)
+        # Not of the step: an engine may draw them in an earlier one than the actor.
+        drawn_B = response_seeds(packed.token_T, packed.response_T, len(self.status_B), self.request.config.seed)
+        labelled_N = predictor.labelled(units, drawn_B, self.usable_B & chosen_B)
         return packed.reasoning_T.masked_scatter(packed.reasoning_T, labelled_N)
 
     # ---- read and predict
@@ -119,7 +121,8 @@ class _Step:
                 return _Read(rows, micro_batch, more)
 
             work = Work([Forward(None, log_probs=self.host.gives_log_probs)], begin, self._end_read)
-        self.host.read(self.usable_B.nonzero()[:, 0].tolist(), work)
+        if not self.host.read(self.usable_B.nonzero()[:, 0].tolist(), work):
+            self._out_of_memory()
 
     def _end_read(self, read: "_Read", log_prob_T: Tensor | None) -> None:
         packed, scores, at_T = read.micro_batch.packed, read.micro_batch.scores, self.packed.at(read.rows)
@@ -174,10 +177,15 @@ class _Step:
 
         rows = (self.usable_B & self.chosen_B).nonzero()[:, 0].tolist()
         if not self.host.gradient(rows, Work(self.request.forwards(), begin, end)):
-            self.status_B[self.usable_B] = int(Status.OUT_OF_MEMORY)
-            score_T.fill_(torch.nan)
-            self.importance_T.zero_()
+            self._out_of_memory()
+            score_T.zero_()
         return score_T
+
+    def _out_of_memory(self) -> None:
+        """Nothing is predicted or learned."""
+        self.status_B[self.usable_B] = int(Status.OUT_OF_MEMORY)
+        self.usable_B, self.copies, self._kept = torch.zeros_like(self.usable_B), None, []
+        self.importance_T.zero_()
 
 
 @dataclass

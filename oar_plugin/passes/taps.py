@@ -121,25 +121,18 @@ class Taps(ExitStack):
 
     @contextmanager
     def running(self, forward: Forward) -> Iterator[None]:
-        """The body sets `self.tap` and runs the model once. The backward, if there is one, runs at the end of the body.
-
-        The body must not keep the logits: the backward needs their memory. A body that goes on to compute log-probs from them
-        calls `backward` first, if the host lets it: verl's FSDP engines do, Megatron and OpenRLHF do not.
+        """The body sets `self.tap` and runs the model once. At its end comes the backward, if there is one. It needs the memory
+        of the logits, which the body must not keep.
         """
         assert self.tap is None
         try:
             with torch.set_grad_enabled(forward.backward is not None):
                 yield
             assert self.tap is not None, "the model ran without a tap"
-            self.backward()
+            if self.tap.scalar is not None:
+                self.tap.scalar.backward()
         finally:
             self.tap = None  # a tap holds the graph, which must be freed before the next forward
-
-    def backward(self) -> None:
-        """Runs the backward of the model's forward, unless there is none or it has run. It frees the graph."""
-        if self.tap is not None and self.tap.scalar is not None:
-            scalar, self.tap.scalar = self.tap.scalar, None
-            scalar.backward()
 
     def freeze(self, module: nn.Module) -> None:
         for parameter in module.parameters():
@@ -210,30 +203,24 @@ class Projection:
 class ModelTaps(Taps):
     """`Taps` of a HuggingFace causal LM, with frozen parameters inside `with`. `passes/gradient.py` begins with an example.
 
-    With `checkpoint_activations`, a backward recomputes the layers' activations. `fused`: the model's forward takes the
-    projection's weight and does not call the projection (verl's fused kernels).
+    With `reads_only` no backward is run, and nothing but hooks is added: outputs are those without them, bit for bit. With
+    `checkpoint_activations`, a backward recomputes the layers' activations. `fused`: the model's forward takes the projection's
+    weight and does not call the projection (verl's fused kernels).
     UnsupportedModelError: see `check_model`. RuntimeError: a parameter has a `.grad`, which FSDP1 would drop.
     """
 
-    def __init__(self, module: nn.Module, checkpoint_activations: bool = False, fused: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, checkpoint_activations: bool = False, fused: bool = False, reads_only: bool = False
+    ) -> None:
         super().__init__()
         check_model(module)
         self.module, self.checkpoint_activations, self.fused = module, checkpoint_activations, fused
+        self.reads_only = reads_only
         self._hidden: Tensor | None = None
 
     def install(self) -> None:
-        if any(p.grad is not None for p in self.module.parameters()):
-            raise RuntimeError("OAR's importance pass found a pending parameter gradient; run it before backward.")
-        if isinstance(self.module, FSDPModule):
-            # FSDP2's lazy init takes gradient dtypes from parameters with requires_grad, so run it before the freeze.
-            self.module._get_fsdp_state()._lazy_init()
-        self.freeze(self.module)
-        if self.checkpoint_activations:
-            for module in self.module.modules():
-                if isinstance(module, GradientCheckpointingLayer):
-                    self._recompute(module)
-                elif getattr(module, "gradient_checkpointing", False):  # the model itself checkpoints its layers
-                    self.change(module, "training", True)
+        if not self.reads_only:
+            self._prepare()
         model: Any = unwrapped(self.module)
         # Hooks run inside FSDP1's wrapper and before FSDP2's hooks: there, a separately sharded head is gathered.
         # A call of the wrapper would gather weights once per chunk of rows, and ranks have different numbers of chunks.
@@ -249,6 +236,20 @@ class ModelTaps(Taps):
         # FSDP gathers weights again for the backward, as in training, if an output of the model is differentiable.
         self.callback(model.register_forward_hook(self._attach_scalar, prepend=True).remove)
         self.callback(setattr, self, "_hidden", None)
+
+    def _prepare(self) -> None:
+        if any(p.grad is not None for p in self.module.parameters()):
+            raise RuntimeError("OAR's importance pass found a pending parameter gradient; run it before backward.")
+        if isinstance(self.module, FSDPModule):
+            # FSDP2's lazy init takes gradient dtypes from parameters with requires_grad, so run it before the freeze.
+            self.module._get_fsdp_state()._lazy_init()
+        self.freeze(self.module)
+        if self.checkpoint_activations:
+            for module in self.module.modules():
+                if isinstance(module, GradientCheckpointingLayer):
+                    self._recompute(module)
+                elif getattr(module, "gradient_checkpointing", False):  # the model itself checkpoints its layers
+                    self.change(module, "training", True)
 
     def _recompute(self, layer: GradientCheckpointingLayer) -> None:
         """Makes a layer compute in eval mode, but checkpoint its activations, as transformers does only in train mode.

@@ -32,7 +32,10 @@ START = "OAR_START"  # environment variable: `resume` continues a run whose sett
 RECORD, LOCK = "run.yaml", "run.lock"
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
-_MODELS: dict[tuple[str, ...], type[BaseModel]] = {(): OarConfig, **{(group,): model for group, model in GROUPS.items()}}
+_MODELS: dict[tuple[str, ...], type[BaseModel]] = {
+    (): OarConfig,
+    **{(group,): model for group, model in GROUPS.items()},
+}
 _IGNORED = yaml.safe_load(Path(__file__).with_name("ignored_keys.yaml").read_text(encoding="utf-8"))
 _FIELDS = {
     ".".join([*path, key]): field.default for path, of in _MODELS.items() for key, field in of.model_fields.items()
@@ -41,7 +44,8 @@ _OARS = {**_FIELDS, **{group: {} for group in GROUPS}, **LEFT_DEFAULTS}
 _DEFAULTS: dict[str, Any] = {PREFIX: {}, **{f"{PREFIX}.{key}": value for key, value in _OARS.items()}}
 """What a key of OAR's settings is where it is missing: another version recorded the run, and keys leave and are added."""
 _BEFORE = {"amortize.share": None, "amortize.units": None, "perturbation.replacement": "pad"}
-"""Defaults that are others since version 0.4.0, with that of `importance`. Records of that version have `amortize.units`."""
+"""Defaults that are others since version 0.4.0, with that of `importance`. Records of that version have `_MARK`."""
+_MARK = f"{PREFIX}.amortize.units"
 _changes_nothing = re.compile("|".join(map(translate, _IGNORED))).match
 _ADVICE = f"--resume (or {START}=resume) continues from the last checkpoint with the new settings; move the folder away"
 _ADVICE += " to start over; another name (--name, trainer.experiment_name) starts a separate run"
@@ -96,13 +100,15 @@ def check(config: DictConfig, start: str = "") -> bool:
 
 def _keep_default(record: dict[str, Any], config: DictConfig) -> None:
     """Let a run of an older version go on with the importance that it recorded, if `config` has the new default."""
-    names = "importance", *_BEFORE
-    if record.get("older") and all(OmegaConf.select(config, f"{PREFIX}.{key}") == _OARS[key] for key in names):
-        old = {key: record["settings"][f"{PREFIX}.{key}"] for key in names}
+    asked = {key: OmegaConf.select(config, f"{PREFIX}.{key}") for key in ("importance", *_BEFORE)}
+    kept = [key for key, value in asked.items() if value == _OARS[key]]
+    if record.get("older") and kept[-len(_BEFORE) :] == [*_BEFORE]:  # `importance` may be named
+        old = {key: record["settings"][f"{PREFIX}.{key}"] for key in kept}
         with flag_override(config, ["readonly", "struct"], False):
             for key, value in old.items():
                 OmegaConf.update(config, f"{PREFIX}.{key}", value)
         said = ", ".join(f"{key}={json.dumps(value)}" for key, value in old.items())
+        said += f" (the new one: {PREFIX}.amortize.share=0.025)"
         say(f"oar: this run began with the default of an older version and goes on with it: {said}", sys.stderr)
 
 
@@ -128,7 +134,10 @@ def begin(config: DictConfig, start: str = "") -> Path | None:
         return folder
     if _differences(record_of(folder), config):
         (folder / RECORD).rename(free_path(folder / RECORD))
-    record = {"state": "unfinished", "settings": settings_of(config)}
+    settings = settings_of(config)
+    if record_of(folder).get("older") and settings.get(_MARK, "") is None:
+        del settings[_MARK]  # the next start goes on as well
+    record = {"state": "unfinished", "settings": settings}
     write_whole(folder / RECORD, yaml.safe_dump(record, sort_keys=False))
     return folder
 
@@ -151,7 +160,7 @@ def record_of(folder: Path) -> dict[str, Any]:
         record = yaml.safe_load(file.read_text(encoding="utf-8"))
         settings = dict(record["settings"]).items()  # an older version has recorded more of them
         kept = {k: v for k, v in settings if not _changes_nothing(k)}
-        older = f"{PREFIX}.importance" in kept and f"{PREFIX}.amortize.units" not in kept
+        older = f"{PREFIX}.importance" in kept and _MARK not in kept
         before = {f"{PREFIX}.{key}": value for key, value in _BEFORE.items()} if older else {}
         return {"state": str(record["state"]), "settings": before | kept, "older": older}
     except (FileNotFoundError, NotADirectoryError):

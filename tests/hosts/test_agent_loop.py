@@ -20,7 +20,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.credit.noise import response_seeds, step_seed
+from oar_plugin.credit.noise import response_seeds
 from oar_plugin.hosts.verl import agent_loop
 from oar_plugin.hosts.verl.agent_loop import Group
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS, OFFLOAD, OffloadRecord
@@ -232,7 +232,7 @@ def test_engines_score_the_units_that_the_actor_takes_for_labels(run):
     assert len(server.tasks) == 4
     for task in server.tasks:
         packed = packed_of_task(task)
-        seed_B = response_seeds(packed.token_T, packed.response_T, 1, step_seed(0, 1))
+        seed_B = response_seeds(packed.token_T, packed.response_T, 1, 0)
         labelled_N = Predictor(world.SHARE, 3, 1).labelled(Units(packed, 1), seed_B, torch.tensor([True]))
         at_T = packed.reasoning_T.nonzero()[:, 0][labelled_N] - task.prompt_length
         assert [place for unit in task.units for place in unit] == at_T.tolist()

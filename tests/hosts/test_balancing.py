@@ -78,7 +78,8 @@ class Engine(ImportancePass):
     """An engine whose maximum over ranks is given."""
 
     def __init__(self, largest, most=8, divisor=1):
-        self.largest, self.divisor, self._sum_over_data = largest, divisor, None
+        self.largest, self.divisor = largest, divisor
+        self._sum_over_data = self._sum_over_sharing_ranks = None
         self.engine_config = SimpleNamespace(micro_batch_size_per_gpu=most, max_token_len_per_gpu=100)
 
     def _run_or_run_out_of_memory(self, data, work, request):

@@ -93,6 +93,7 @@ def test_prompt_and_response_together_may_be_cut(single):
 def test_rows_of_text_are_tried_in_a_class_that_sees_images(single):
     """Packed rows mix in linear attention without its kernels. Of rows with images the first logits alone are compared."""
     assert single["seeing"]["full_attention"] == [[Status.SCORED] * 4] * 3
+    assert single["seeing copies"] == [[Status.SCORED] * 4] * 3, "copies carry their row's images"
     *with_text, images_alone = single["seeing"]["linear_attention"]
     assert all("logits depend on padding, other rows" in said for said in with_text)
     assert images_alone == [Status.SCORED] * 4

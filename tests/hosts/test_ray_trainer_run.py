@@ -37,7 +37,12 @@ def test_two_steps(recipe, module, more, assets, tmp_path):
     """The first case has two actor processes. `RayPPOTrainer` validates at the end."""
     shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
     told = OF_OLD if OLD else ["trainer.use_v1=False"]
-    told = [*told, "algorithm.oar.importance=fisher", "actor_rollout_ref.actor.optim.lr=1e-4", f"algorithm.oar.dump.dir={tmp_path}/dump"]
+    told = [
+        *told,
+        "algorithm.oar.importance=fisher",
+        "actor_rollout_ref.actor.optim.lr=1e-4",
+        f"algorithm.oar.dump.dir={tmp_path}/dump",
+    ]
     steps = smoke(recipe, tmp_path, *told, more, module=module)
     check(steps, [1, 2])
     assert all(step["oar/dump_failed"] == 0 for step in steps)

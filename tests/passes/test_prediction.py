@@ -147,6 +147,7 @@ class KnownHost:
             work.end(read, log_prob_T)
             hidden, read = weakref.ref(read.micro_batch.scores.hidden_TP), None
             assert hidden() is None, "hidden states are kept"
+        return True
 
     def masked_copies(self, packed):
         self.labelled = packed.reasoning_T.split(packed.offsets.diff().tolist())

@@ -113,21 +113,23 @@ NOW = {
     [
         ({"importance": "fisher", "perturbation__replacement": "pad"}, {}, "fisher"),
         ({"importance": "oar_g"}, {}, "oar_g"),
+        ({"importance": "oar_g"}, {"importance": "oar_g"}, "oar_g"),
         ({"importance": "fisher"}, {"amortize": {"share": 0.025, "units": "auto"}}, None),  # asks for another one
         ({"importance": "fisher", "amortize__units": "auto"}, {}, None),  # recorded by this version
     ],
 )
 def test_a_run_of_an_older_version_goes_on_with_the_default_that_it_recorded(folder, capsys, old, asked, importance):
     recorded(folder, **old)
-    run = config(folder, algorithm={"oar": NOW | asked})
     if importance is None:
         with pytest.raises(RunRefused, match="importance"):
-            begin(run)
+            begin(config(folder, algorithm={"oar": NOW | asked}))
         return
-    assert begin(run) == folder
-    assert (run.algorithm.oar.importance, run.algorithm.oar.amortize.share) == (importance, None)
-    assert run.algorithm.oar.perturbation.replacement == old.get("perturbation__replacement", "pad")
-    assert f'goes on with it: importance="{importance}"' in capsys.readouterr().err
+    for start in ("", "", "resume"):  # as often as it is started
+        run = config(folder, algorithm={"oar": NOW | asked})
+        assert begin(run, start) == folder
+        assert (run.algorithm.oar.importance, run.algorithm.oar.amortize.share) == (importance, None)
+        assert run.algorithm.oar.perturbation.replacement == old.get("perturbation__replacement", "pad")
+        assert "goes on with it: " in capsys.readouterr().err
 
 
 def test_the_callback_that_left_is_named(folder):

@@ -158,12 +158,12 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     self._lost_time = step, LostTime()
                 found_by = self._finder, self._token_bytes, self._eos_ids, *longest, self._lost_time[1]
                 segments, status = segment_response(output.response_ids, mask, *found_by)
-                seed_1 = self._seed(output, step)
+                seed_1 = self._seed(output, step_seed(self._oar.seed, max(step, 1)))
                 if status == Status.SCORED and not bool(hashed(seed_1) < self._share):
                     status = Status.NOT_SCORED
                 record = record._replace(status=status)
                 if record.status == Status.SCORED:
-                    result, record = await self._score(output, segments, step, seed_1)
+                    result, record = await self._score(output, segments, step)
                     if result.importance is not None:
                         importance[:] = result.importance  # raises an error if the length is wrong
             fields = self._weighed(importance, segments, record.status)
@@ -177,16 +177,17 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         """From now on the engines score this share of the responses, for the actor's predictions: the smallest hashes."""
         self._share = share
 
-    def _seed(self, output: ScoredOutput, step: int) -> Tensor:
+    def _seed(self, output: ScoredOutput, seed: int) -> Tensor:
         token_T = torch.tensor([*output.prompt_ids, *output.response_ids])
-        return response_seeds(token_T, torch.zeros_like(token_T), 1, step_seed(self._oar.seed, max(step, 1)))
+        return response_seeds(token_T, torch.zeros_like(token_T), 1, seed)
 
-    def _units(self, segments: np.ndarray, seed_1: Tensor) -> list[Unit]:
+    def _units(self, output: ScoredOutput, segments: np.ndarray) -> list[Unit]:
         """The units of a response that get copies: those that the actor takes for labels."""
         every = units((segments == Segment.REASONING).tolist(), self._oar.perturbation.span)
         if (number := self._oar.amortize.units) is None or len(every) <= number:
             return every
-        return [every[index] for index in drawn_units(torch.tensor([len(every)]), seed_1, number)[0].tolist()]
+        drawn_1K = drawn_units(torch.tensor([len(every)]), self._seed(output, self._oar.seed), number)
+        return [every[index] for index in drawn_1K[0].tolist()]
 
     def _weighed(self, importance: np.ndarray, segments: np.ndarray, status: int) -> dict[str, Tensor]:
         if status != Status.SCORED:
@@ -196,14 +197,14 @@ class OarAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return {ENGINE_FIELDS[name]: row for name, (row,) in answer.items()}
 
     async def _score(
-        self, output: ScoredOutput, segments: np.ndarray, step: int, seed_1: Tensor
+        self, output: ScoredOutput, segments: np.ndarray, step: int
     ) -> tuple[ScoringResult, OffloadRecord]:
         oar, answer, prompt_length = self._oar, np.flatnonzero(segments == Segment.ANSWER), len(output.prompt_ids)
         task = ScoringTask(
             token_ids=[*output.prompt_ids, *output.response_ids[: int(answer[-1]) + 1]],
             prompt_length=prompt_length,
             answer_start=prompt_length + int(answer[0]),
-            units=self._units(segments, seed_1),
+            units=self._units(output, segments),
             response_length=len(segments),
             probe=oar.probe_at(max(step, 1)),
             replacement_token=self._replacement,

@@ -35,8 +35,7 @@ FEATURES: dict[str, dict[str, str]] = {
     "fsdp": {
         f"{_ENGINE}.fsdp.transformer_impl:FSDPEngineWithLMHead":
             "infer_batch(data, loss_function) get_data_parallel_group() prepare_model_inputs(micro_batch) "
-            "forward_step(micro_batch, loss_function, forward_only) "
-            "prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)",
+            "forward_step(micro_batch, loss_function, forward_only)",
     },
     "megatron": {
         f"{_ENGINE}.megatron.transformer_impl:MegatronEngineWithLMHead":

@@ -18,10 +18,10 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
-from oar_plugin.hosts.verl.importance_pass import ROW, ImportancePass, like_rows, register_engines
+from oar_plugin.hosts.verl.importance_pass import ROW, ImportancePass, like_rows, nested_positions, register_engines
 from oar_plugin.passes.gradient import Layout
 from oar_plugin.passes.host import Work
-from oar_plugin.passes.request import Request, nested
+from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import ModelTaps, UnsupportedModelError, check_model, logit_changes, unwrapped
 from oar_plugin.passes.trial import TOKENS, Reading, check_by_trial
 
@@ -41,7 +41,7 @@ class OarFSDPMixin(ImportancePass):
         return bool(self.model_config.use_fused_kernels)
 
     def _read(self, data: TensorDict, work: Work) -> dict[str, Any]:
-        with ModelTaps(self.module, fused=self._fused) as taps:
+        with ModelTaps(self.module, fused=self._fused, reads_only=True) as taps:
             self._reading = taps, work
             try:
                 return self._infer(data)
@@ -71,7 +71,7 @@ class OarFSDPMixin(ImportancePass):
         micro_batches, _ = prepare_micro_batches(data=data, dp_group=group, same_micro_num_in_dp=True)
         # verl's activation offload works only in training. This pass recomputes these activations instead.
         checkpoint = self.model_config.enable_gradient_checkpointing or self.model_config.enable_activation_offload
-        with ModelTaps(self.module, checkpoint, self._fused) as taps:
+        with ModelTaps(self.module, checkpoint, self._fused, work.reads_only) as taps:
             for micro_batch in micro_batches:
                 offsets, rows = micro_batch["input_ids"].offsets().cpu(), micro_batch[ROW].tolist()
                 inputs, _ = self.prepare_model_inputs(micro_batch.to(get_device_id()))  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def like_text(data: TensorDict, row: int, sequences: Sequence[Tensor]) -> Tensor
     micro_batch = like_rows(data, [row] * len(sequences), sequences)
     shape = data["position_ids"].values().shape[:-1]  # with images also time, height and width, equal for text
     positions = (torch.arange(len(one), device=one.device).expand(*shape, -1).contiguous() for one in sequences)
-    micro_batch["position_ids"] = nested(positions)
+    micro_batch["position_ids"] = nested_positions(list(positions))
     tu.pop(micro_batch, key="multi_modal_inputs", default=None)
     return micro_batch
 

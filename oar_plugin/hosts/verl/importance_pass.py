@@ -7,7 +7,7 @@ forward runs over all rows and gives log-probs; hooks read from it. Copies and r
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -67,21 +67,13 @@ class ImportancePass:
     _schedule: Schedule | None = None  # of the run; a resumed run begins with a new one
     _checked: frozenset[str] = frozenset()  # names of importances that `_check_supported` has accepted
 
-    def _check_supported(self, data: TensorDict, request: Request) -> None:
-        """Raises UnsupportedModelError if this engine cannot compute the importance with its model. `data`: the first batch."""
-        raise NotImplementedError
-
-    def _read(self, data: TensorDict, work: Work) -> dict[str, Any]:
-        """Returns verl's `infer_batch` of the batch, from which hooks read. Rows have the numbers `ROW`."""
-        raise NotImplementedError
-
-    def _run(self, data: TensorDict, work: Work) -> None:
-        """Runs forwards whose log-probs nobody wants, and their backwards."""
-        raise NotImplementedError
-
-    def _sum_over_sharing_ranks(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks that hold the same rows. It may overwrite its argument."""
-        raise NotImplementedError
+    # What each engine defines. It raises UnsupportedModelError for the first batch; runs verl's `infer_batch`, from which hooks
+    # read; runs forwards whose log-probs nobody wants, and their backwards, of rows with the numbers `ROW`; returns the sum
+    # over the ranks that hold the same rows, which may overwrite its argument.
+    _check_supported: Callable[[TensorDict, Request], None]
+    _read: Callable[[TensorDict, Work], dict[str, Any]]
+    _run: Callable[[TensorDict, Work], None]
+    _sum_over_sharing_ranks: Callable[[Tensor], Tensor]
 
     def _micro_batch_multiple(self) -> int:
         """The number of micro-batches must be a multiple of this number."""
@@ -211,12 +203,10 @@ def response_column(data: TensorDict, name: str) -> Tensor:
     return (field.values() if field.is_nested else field).flatten()
 
 
-def packed_of(data: TensorDict, segments: Sequence[Tensor] | None = None) -> Packed:
+def packed_of(data: TensorDict, segments: Sequence[Tensor]) -> Packed:
     """The sequences of a batch and the segments of its responses, on the CPU, where batches are until `forward_step`."""
     input_ids = data["input_ids"]
     token_T, offsets = input_ids.values().cpu(), input_ids.offsets().cpu()
-    if segments is None:
-        return Packed(token_T, torch.full_like(token_T, int(Segment.OUTSIDE)), offsets)
     pairs = zip(segments, offsets.diff().tolist(), strict=True)
     whole = [pad(row.long(), (total - len(row), 0), value=int(Segment.OUTSIDE)) for row, total in pairs]
     return Packed(token_T, torch.cat(whole), offsets)
@@ -235,12 +225,12 @@ class EngineBatch:
         self.largest = engine.max_over_ranks
         self.seconds = 0.0  # of copies and backwards
 
-    def read(self, rows: Sequence[int], work: Work | None) -> None:
+    def read(self, rows: Sequence[int], work: Work | None) -> bool:
         if self.gives_log_probs:
             self.data[ROW] = torch.arange(len(self.data))
             self.output = self.engine._infer(self.data) if work is None else self.engine._read(self.data, work)
-        elif work is not None:
-            self._run(rows, work)
+            return True
+        return work is None or self._run(rows, work)
 
     def gradient(self, rows: Sequence[int], work: Work) -> bool:
         return self._run(rows, work)
@@ -287,13 +277,21 @@ class EngineBatch:
         self.seconds += time.perf_counter() - begun
 
 
+def nested_positions(rows: Sequence[Tensor]) -> Tensor:
+    """Positions `[L_i]`, with images `[4, L_i]`: of equal rows torch would take the first dimension for the ragged one."""
+    if rows[0].ndim == 1:
+        return nested(rows)
+    offsets = pad(torch.tensor([row.shape[-1] for row in rows]).cumsum(0), (1, 0)).to(rows[0].device)
+    values = torch.cat(list(rows), -1)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2)
+
+
 def like_rows(data: TensorDict, rows: Sequence[int], sequences: Sequence[Tensor]) -> TensorDict:
     """A batch of other sequences, each no longer than the row whose images, positions and other fields it gets."""
-    made = tu.index_select_tensor_dict(data, torch.tensor(rows))
+    made = tu.index_select_tensor_dict(data.exclude("routed_experts"), torch.tensor(rows))
     positions = zip(made["position_ids"].unbind(), sequences, strict=True)
-    made["position_ids"] = nested([row[..., : len(one)].contiguous() for row, one in positions])
+    made["position_ids"] = nested_positions([row[..., : len(one)].contiguous() for row, one in positions])
     made["input_ids"] = nested(sequences)
     made["loss_mask"] = nested([torch.ones_like(one) for one in sequences])
-    tu.pop(made, key="routed_experts", default=None)
     tu.assign_non_tensor(made, calculate_entropy=False, enable_routing_replay=False)
     return made

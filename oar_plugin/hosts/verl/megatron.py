@@ -83,7 +83,7 @@ class OarMegatronMixin(ImportancePass):
 
     @contextmanager
     def _running(self, work: Work) -> Iterator[_Schedules]:
-        with MegatronTaps(self.module) as taps:
+        with MegatronTaps(self.module, work.reads_only) as taps:
             self._schedules = _Schedules(work, taps, work.forwards[0])
             try:
                 yield self._schedules

@@ -176,7 +176,8 @@ class OarTrainerMixin(TrainerCredit):
             self._count(metrics, measure_B4, status_B, data["rm_scores"].to_padded_tensor(0.0)[own_B], first)
             chosen_B = needed_B == CHOSEN
             if self.oar.offloads and self.oar.amortize.share is not None:
-                chosen_B = asked_B & (data[ENGINE_FIELDS[STATUS]].values() != Status.NOT_SCORED)
+                of_engines_B = data[ENGINE_FIELDS[STATUS]].values().flatten()
+                chosen_B = asked_B & ((of_engines_B == Status.SCORED) | (of_engines_B == Status.CONSTANT))
             self._learned(metrics, chosen_B, status_B, data["advantages"].offsets().diff())
             if chosen_B.any() and self.oar.offloads:
                 share = self._choice.share_of(data["advantages"].offsets().diff()[asked_B])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -89,7 +90,8 @@ class TrainerCredit:
 
     def _request(self, importance_only: bool) -> dict[str, Any]:
         (response, total), temperature = length_limits(self.config), self.config.actor_rollout_ref.rollout.temperature
-        return self._credit.request(self.global_steps, response, temperature, importance_only, total).to_dict()
+        request = self._credit.request(self.global_steps, response, temperature, total)
+        return replace(request, importance_only=importance_only).to_dict()
 
     def _count(self, metrics: dict, measure_BM: Tensor, status_B: Tensor, score_BL: Tensor, watch: bool = True) -> None:
         """Adds the metrics of a batch's weights, and with `watch` warns where due. `score_BL` sum up to rewards."""

@@ -79,7 +79,7 @@ MEGATRON: dict[str, list[str]] = {
         *(*_probed("oar_p"), "oar_p sampled", "oar_p span", "oar_p shared only"),
     ],
     **{f"tp2 sp {how}": ["fisher"] for how in ("full", "selective", "padded")},
-    "tp2 vocabulary": ["fisher", "onward"],
+    "tp2 vocabulary": ["fisher", "onward", "oar_p", "oar_p joint"],
     "pp2": [
         *("fisher", "fisher fails", "fisher dynamic", "fisher only", "fisher draws3"),
         *("oar_g", "onward", "random", "fisher shared", "fisher shared dynamic"),
@@ -171,7 +171,9 @@ def want(root: Path, case: str) -> dict[int, torch.Tensor]:
     if "shared" in words:
         return world.predicted(folder, partial(want, root, case.replace(" shared", "")), dtype)
     if "oar_p" in words:
-        return world.counterfactual(folder, probe, span=4 if "span" in words else 1, sampled="sampled" in words)
+        columns = world.COLUMNS if "vocabulary" in words else None
+        how = {"span": 4 if "span" in words else 1, "sampled": "sampled" in words, "columns": columns}
+        return world.counterfactual(folder, probe, **how)
     (importance,) = words & {"fisher", "oar_g", "grail", "onward", "entropy", "own"}
     columns = world.COLUMNS if "vocabulary" in words else None
     sigma = request(" ".join(words & {"loud"})).get("sigma", world.SIGMA)

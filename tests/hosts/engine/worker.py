@@ -351,7 +351,7 @@ def refused(engine: Any) -> str:
     return ""
 
 
-def seeing(folder: str, layer: str, images: list[bool]) -> list[int] | str:
+def seeing(folder: str, layer: str, images: list[bool], words: str = "fisher") -> list[int] | str:
     """Statuses of responses by a model that sees images, which some rows have; or what is said of the model."""
     world.make_vision_model(Path(folder, layer), layer, "full_attention")
     engine, data = build(str(Path(folder, layer))), batch([0, 1, 3, 4])
@@ -362,7 +362,7 @@ def seeing(folder: str, layer: str, images: list[bool]) -> list[int] | str:
     data["position_ids"] = world.nested(torch.arange(len(row)).expand(4, -1).contiguous() for row in ids)
     image = {"pixel_values": torch.ones(4, 1536), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     tu.assign_non_tensor_stack(data, "multi_modal_inputs", [image if one else {} for one in images])
-    tu.assign_non_tensor_data(data, REQUEST, request_of())
+    tu.assign_non_tensor_data(data, REQUEST, request_of(**cases.request(words)))
     try:
         with engine.eval_mode():
             return engine.infer_batch(data)["model_output"][STATUS].values().tolist()
@@ -414,6 +414,7 @@ def single(folder: str) -> dict[str, Any]:
     out["lengths"] = [cut(max_length=most)[STATUS][0].item() for most in (42, 43)]
     layers = "full_attention", "linear_attention"
     out["seeing"] = {name: [seeing(folder, name, images) for images in IMAGES] for name in layers}
+    out["seeing copies"] = [seeing(folder, "full_attention", images, "oar_p") for images in IMAGES]
     out["no way back"] = out_of_memory(build(folder, **LAYOUTS["fsdp1"]))
     out["to padded"] = {words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "fisher only")}
     return out | afterwards(engine, partial(build, folder))

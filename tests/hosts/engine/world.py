@@ -284,9 +284,14 @@ def ridge(
 
 
 @cache
-def counterfactual(folder: Path, probe: str = "answer_mean", span: int = 1, sampled: bool = False) -> dict[int, Tensor]:
-    """OAR-P of each scored response, in float64."""
-    model, settings = load_model(folder), {"probe": probe, "replacement": None if sampled else PAD}
+def counterfactual(
+    folder: Path, probe: str = "answer_mean", span: int = 1, sampled: bool = False, columns: int | None = None
+) -> dict[int, Tensor]:
+    """OAR-P of each scored response, in float64. `columns`: tokens of the vocabulary."""
+    model = load_model(folder)
+    if columns is not None:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:columns])
+    settings = {"probe": probe, "replacement": None if sampled else PAD}
     rows = [(row, torch.cat(encode()[row]), segments_of(ROWS[row][1])) for row in SCORED]
     return {row: of_response(model, ids, segments, span, **settings).float() for row, ids, segments in rows}
 
