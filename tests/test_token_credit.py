@@ -33,6 +33,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 SETTINGS = {"answer_patterns": ["hash"], "dump": {"dir": "credit", "every": 1}, "amortize": {"share": None}}
 TOOL = 2  # responses start with so many tokens that the model did not write, in the batch of a tool
 IMPORTANCES = ["fisher", "oar_p"]
+SUM = distributed.ReduceOp.SUM
 ROWS = range(len(world.ROWS))
 
 
@@ -64,7 +65,7 @@ def batch_of(rows=ROWS):
 def asked(monkeypatch):
     """The counts that a group of one process was asked to reduce."""
     numbers, reduce = [], distributed.all_reduce
-    monkeypatch.setattr(distributed, "all_reduce", lambda x, op: (numbers.append(int(x)), reduce(x, op)))
+    monkeypatch.setattr(distributed, "all_reduce", lambda x, op=SUM: (op is SUM or numbers.append(int(x)), reduce(x, op)))
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield numbers
     distributed.destroy_process_group()

@@ -6,6 +6,18 @@ time, so a class is registered when verl imports the module with the registry: a
 Where verl lacks something that a feature hooks (`capabilities`), its own class stays without a message, in every run. The
 driver of a run with OAR reports it (`settings.resolve`, and `oar` below). verl hides a plugin that fails to load (it logs
 at DEBUG): this module reports its own failures on stderr, and imports only the standard library at its top, so that it can.
+
+The way of a batch, in the v1 trainer:
+1. `trainer._balance_batch` marks the rows that need credit, and those that are labelled (`oar_needed`), and spreads these.
+2. `trainer._compute_old_log_prob` sends the request with verl's own log-prob call.
+3. `importance_pass.infer_batch`, on each rank, finds the answers and starts a step of `passes.schedule`.
+4. Read: verl's own forward over all rows, in which hooks see hidden states and answers (`fsdp`, `megatron`: `forward_step`).
+5. Predict: the regression of earlier steps gives each reasoning token its score, micro-batch by micro-batch.
+6. Label: masked copies as rows of a second call, or a backward to the embeddings over the rows that need one.
+7. Learn: the regression takes the labels of all ranks.
+8. `estimator.weigh_rows`: the gate turns scores into weights, which go back with the log-probs.
+9. `trainer._compute_advantage` multiplies verl's own advantage with them, and writes metrics and dumps.
+10. verl updates the actor, and knows of nothing.
 """
 
 import importlib
