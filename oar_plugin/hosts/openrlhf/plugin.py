@@ -8,15 +8,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import needs_credit
-from oar_plugin.hosts.openrlhf.actor import actor_pass
 from oar_plugin.hosts.openrlhf.settings import OPTION, settings_of
 from oar_plugin.page.dumps import Dumps
+from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 from oar_plugin.token_credit import PaddedBatch, TokenCredit
 
@@ -54,13 +54,39 @@ class OarAdvantage:
         return [{"request": request.to_dict(), "segments": segments_BA} for segments_BA in segments]
 
     def actor_forward(
-        self, actor: Any, plugin_inputs: dict[str, Any], sequences: Tensor, *masks: Tensor, **more: Any
+        self,
+        actor: Any,
+        plugin_inputs: dict[str, Any],
+        sequences: Tensor,
+        action_mask: Tensor,
+        mask: Tensor,
+        **more: Any,
     ) -> tuple[Tensor, Tensor]:
-        """In the actor: log-probs and importance of a micro-batch (see `actor_pass`)."""
+        """In the actor, in eval mode: log-probs as it returns them, and importance (0 where nothing is scored), on the CPU.
+
+        Both are `[B, A]`. Rows that are scored run in micro-batches as large as the update's.
+        """
         request, segments_BA = Request.from_dict(plugin_inputs["request"]), plugin_inputs["segments"].long()
-        before = sequences.shape[1] - segments_BA.shape[1]
+        before, train = sequences.shape[1] - segments_BA.shape[1], self._args.train
         segments_BT = pad(segments_BA, (before, 0), value=int(Segment.OUTSIDE)).to(sequences.device)
-        return actor_pass(actor, request, self._args, sequences, segments_BT, *masks, **more)
+        with torch.no_grad():
+            log_prob_BA = actor(sequences, action_mask, mask, **more)
+        # DeepSpeed's engine takes every backward for one of training, and reduces gradients at the end of it. ZeRO-3's hooks,
+        # which gather weights, are on the HuggingFace model's modules and still run.
+        model = getattr(actor.model, "module", actor.model)
+        fixed, dynamic = train.micro_batch_size * sequences.shape[1], train.dynamic_batch_enable
+        how = self._args.actor.gradient_checkpointing_enable, self._max_over_ranks
+        most = train.max_tokens_per_gpu if dynamic else fixed
+        importance_BT = batch_importance(model, request, sequences, segments_BT, mask, most, *how)
+        return log_prob_BA.cpu(), importance_BT[:, before:].cpu()
+
+    def _max_over_ranks(self, count: int) -> int:
+        """The maximum of a count over ranks if weights are sharded, else the count."""
+        if self._args.ds.zero_stage < 3:
+            return count
+        counts = torch.tensor(count, device=torch.accelerator.current_accelerator() or "cpu")
+        distributed.all_reduce(counts, op=distributed.ReduceOp.MAX)
+        return int(counts)
 
     def update_advantages(self, experiences: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         """In the trainer: advantages times weights, and metrics in `info`, which OpenRLHF averages over responses.
