@@ -65,7 +65,9 @@ def batch_of(rows=ROWS):
 def asked(monkeypatch):
     """The counts that a group of one process was asked to reduce."""
     numbers, reduce = [], distributed.all_reduce
-    monkeypatch.setattr(distributed, "all_reduce", lambda x, op=SUM: (op is SUM or numbers.append(int(x)), reduce(x, op)))
+    monkeypatch.setattr(
+        distributed, "all_reduce", lambda x, op=SUM: (op is SUM or numbers.append(int(x)), reduce(x, op))
+    )
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield numbers
     distributed.destroy_process_group()
