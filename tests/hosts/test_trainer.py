@@ -343,6 +343,15 @@ def test_ranks_get_equal_numbers_of_rows_to_score_in_the_order_of_sampling(world
     assert one.trainer.timing_raw["oar"] > 0
 
 
+def test_chosen_responses_without_an_answer_give_no_labels_and_are_counted(world):
+    one = world(importance="oar_p", amortize={"share": 0.5, "units": 2})
+    one.fields[NEEDED] = nested([torch.tensor([CHOSEN if row < 3 else 0]) for row in range(6)])
+    one.report_from_actor([Status.SCORED, Status.NO_ANSWER, Status.LEARNING, *[Status.NOT_NEEDED] * 3])
+    one.credited()
+    assert one.metrics["oar/amortize/unlabelled"] == pytest.approx(1 / 3)
+    assert (one.trainer._choice.labels, one.trainer._choice.responses) == (4, 2)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_driver_chooses_the_same_rows_for_any_number_of_ranks_and_spreads_them(world, monkeypatch, ranks):
     monkeypatch.setattr(prediction, "ENOUGH", (0, 0))
