@@ -72,7 +72,8 @@ def test_two_engines_over_two_processes(tmp_path):
     report = measure(settings)
     tokenizer = make_tokenizer(SHAPES["tiny"].vocab, by_bytes=True)
     ids = settings.token_BL(tokenizer)[0].tolist()
-    door = oar_plugin.importance(settings.make_model(), tokenizer=tokenizer, prompts=[ids[:8]], responses=[ids[8:]])
+    rows = {"prompts": [ids[:8]], "responses": [ids[8:]], "importance": settings.importance}
+    door = oar_plugin.importance(settings.make_model(), tokenizer=tokenizer, **rows)
     want = door.importance[0, 8:]
     assert [launch["layout"] for launch in report.runs["launches"]] == ["fsdp:data=2", "megatron:tensor=2"]
     for launch in report.runs["launches"]:
