@@ -195,20 +195,16 @@ class TokenCredit:
             RuntimeError: a parameter has a `.grad`.
             ValueError: importance is predicted on several ranks, without `sum_over_ranks`.
         """
-        if sum_over_ranks is None:
-            if self.schedule.predictor and distributed.is_initialized() and distributed.get_world_size() > 1:
-                raise ValueError("importance is predicted: give sum_over_ranks, or set amortize.share=null")
-            sum_over_ranks = lambda tensor: tensor  # noqa: E731
+        several = distributed.is_initialized() and distributed.get_world_size() > 1
+        if sum_over_ranks is None and self.schedule.predictor and several:
+            raise ValueError("importance is predicted: give sum_over_ranks, or set amortize.share=null")
         before = batch.prompt_columns
         rows = batch.token_BT, pad(segments_BL, (before, 0), value=int(Segment.OUTSIDE)), batch.mask_BT
-        over_ranks = {"max_over_ranks": max_over_ranks, "sum_over_ranks": sum_over_ranks}
-        how: dict[str, Any] = {
-            "checkpoint_activations": checkpoint_activations,
-            "schedule": self.schedule,
-            **over_ranks,
-        }
+        total = sum_over_ranks or (lambda tensor: tensor)
         with in_eval_mode(model), torch.enable_grad():
-            importance_BT = batch_importance(model, request, *rows, max_tokens, **how)
+            importance_BT = batch_importance(
+                model, request, *rows, max_tokens, checkpoint_activations, max_over_ranks, total, self.schedule
+            )
         return importance_BT[:, before:]
 
     def reshape(

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from oar_plugin.credit.importance import Importance
-from oar_plugin.credit.noise import response_seeds
 from oar_plugin.credit.regression import projected
 from oar_plugin.passes.gradient import Packed, Scores
 from oar_plugin.passes.plain import packed_rows
 from oar_plugin.passes.prediction import Features, Predictor, Units
 from oar_plugin.passes.request import Request
+from oar_plugin.passes.schedule import labelled_tokens
 
 CPU = torch.device("cpu")
 
@@ -23,11 +23,8 @@ def labelled(predictor: Predictor | None, request: Request, rollout: Any) -> Ten
     if predictor is None:
         return reasoning_BL
     packed = packed_rows(rollout.token_BL, rollout.segments_BL, rollout.mask_BL)[0]
-    seed_B = response_seeds(packed.token_T, packed.response_T, len(reasoning_BL), request.seed)
-    units = Units(packed, predictor.span)
-    chosen_B = predictor.choose(units, seed_B, reasoning_BL.any(-1), lambda tensor: tensor)
-    drawn_B = response_seeds(packed.token_T, packed.response_T, len(reasoning_BL), request.config.seed)
-    return torch.zeros_like(reasoning_BL).masked_scatter(reasoning_BL, predictor.labelled(units, drawn_B, chosen_B))
+    labelled_T = labelled_tokens(predictor, request, packed, reasoning_BL.any(-1), lambda tensor: tensor)
+    return torch.zeros_like(reasoning_BL).masked_scatter(reasoning_BL, labelled_T[packed.reasoning_T])
 
 
 def with_predictions(

@@ -175,9 +175,9 @@ class CopyRows:
     def _work(self, start: int, copies: Packed) -> Work:
         def begin(numbers: Sequence[int], layout: Layout) -> _Outcome:
             packed, probe = copies.select(numbers), self.request.probe
-            outcomes, held = Outcomes(packed, layout, probe), [start + number for number in numbers]
-            held = [number for number in held if number < len(self._row_U)]
+            outcomes = Outcomes(packed, layout, probe)
             places = [place for place, number in enumerate(numbers) if start + number < len(self._row_U)]
+            held = [start + numbers[place] for place in places]
 
             def score(project: Project, hidden_NH: Tensor) -> None:
                 outcome_K = outcomes.read(project, hidden_NH)[places]

@@ -19,9 +19,8 @@ from oar_plugin.passes.schedule import Schedule
 from oar_plugin.passes.taps import ModelTaps, to_device
 from oar_plugin.passes.trial import Reading, check_by_trial
 
-NOTHING = Packed(
-    torch.zeros(1).long(), torch.zeros(1).long(), torch.tensor([0, 1])
-)  # for a rank with fewer micro-batches
+NOTHING = Packed(torch.zeros(1).long(), torch.zeros(1).long(), torch.tensor([0, 1]))
+"""One token, for a rank with fewer micro-batches than others."""
 
 
 class PlainHost:

@@ -4,8 +4,9 @@ A host finds the answers before (`passes.segments`), and weighs the importance a
 run, and has all that a run remembers: the predictor. With `amortize.share=null` nothing is chosen, predicted or learned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -81,7 +82,11 @@ class _Step:
         self.predictor, self.host, self.request, self.packed = predictor, host, request, packed
         self.kind, self.given, self.status_B = request.importance_object, given, status_B
         self.usable_B = status_B == Status.SCORED
-        self.labelled_T = self._choose(chosen_B) if predictor else packed.reasoning_T
+        self.labelled_T = packed.reasoning_T
+        if predictor is not None:
+            chosen_B = chosen_B if given is None else given.scored_B
+            how = self.usable_B, lambda count: host.total(count.to(host.device)), chosen_B
+            self.labelled_T = labelled_tokens(predictor, request, packed, *how)
         self.chosen_B = packed.response_T[self.labelled_T].bincount(minlength=len(status_B)) > 0
         self.importance_T = torch.zeros(len(packed.token_T))
         self.copies: CopyRows | None = None
@@ -89,21 +94,6 @@ class _Step:
             self.copies = CopyRows(request, packed, self.labelled_T)
         # Of each micro-batch: positions of its tokens in the batch, its labelled units, and their features.
         self._kept = list[tuple[Tensor, Units, Tensor]]()
-
-    def _choose(self, chosen_B: Tensor | None) -> Tensor:
-        """Tokens of the units whose scores are computed, bool `[T]`."""
-        assert self.predictor is not None
-        packed, predictor, host = self.packed, self.predictor, self.host
-        units = Units(packed, predictor.span)
-        seed_B = response_seeds(packed.token_T, packed.response_T, len(self.status_B), self.request.seed)
-        if self.given is not None:
-            chosen_B = self.given.scored_B
-        elif chosen_B is None:
-            chosen_B = predictor.choose(units, seed_B, self.usable_B, lambda count: host.total(count.to(host.device)))
-        # Not of the step: an engine may draw them in an earlier one than the actor.
-        drawn_B = response_seeds(packed.token_T, packed.response_T, len(self.status_B), self.request.config.seed)
-        labelled_N = predictor.labelled(units, drawn_B, self.usable_B & chosen_B)
-        return packed.reasoning_T.masked_scatter(packed.reasoning_T, labelled_N)
 
     # ---- read and predict
 
@@ -145,7 +135,7 @@ class _Step:
             score_T = self.given.importance_T
         elif self.copies is not None:
             score_T = self.copies.run(self.host)
-        elif kind.copies:
+        elif kind.copies and self.host.prefixes:
             other_T = self.packed.reasoning_T & ~self.labelled_T
             segments_T = self.packed.segments_T.masked_fill(other_T, int(Segment.OUTSIDE))
             score_T = self.host.masked_copies(Packed(self.packed.token_T, segments_T, self.packed.offsets))
@@ -164,7 +154,7 @@ class _Step:
         self.predictor.end_step(self.host.total, self.host.device)
 
     def _gradient(self) -> Tensor:
-        """Importance per token of the chosen responses, float32 `[T]`; NaN if memory ran out."""
+        """Importance per token of the chosen responses, float32 `[T]`; 0 if memory ran out."""
         score_T = torch.zeros_like(self.importance_T)
 
         def begin(rows: Sequence[int], layout: Layout) -> _Read:
@@ -186,6 +176,26 @@ class _Step:
         self.status_B[self.usable_B] = int(Status.OUT_OF_MEMORY)
         self.usable_B, self.copies, self._kept = torch.zeros_like(self.usable_B), None, []
         self.importance_T.zero_()
+
+
+def labelled_tokens(
+    predictor: Predictor,
+    request: Request,
+    packed: Packed,
+    usable_B: Tensor,
+    total: Callable[[Tensor], Tensor],
+    chosen_B: Tensor | None = None,
+) -> Tensor:
+    """Tokens of the units whose scores are computed, bool `[T]`. `chosen_B`: responses, if they are known; for `total` see
+    `Predictor.choose`.
+    """
+    units = Units(packed, predictor.span)
+    seeds = partial(response_seeds, packed.token_T, packed.response_T, len(usable_B))
+    if chosen_B is None:
+        chosen_B = predictor.choose(units, seeds(request.seed), usable_B, total)
+    # Units not of the step: an engine may draw them in an earlier one than the actor.
+    labelled_N = predictor.labelled(units, seeds(request.config.seed), usable_B & chosen_B)
+    return packed.reasoning_T.masked_scatter(packed.reasoning_T, labelled_N)
 
 
 @dataclass

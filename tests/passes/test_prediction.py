@@ -229,6 +229,19 @@ def test_ranks_micro_batches_and_order_change_nothing():
             assert other.explained == pytest.approx(one.explained, rel=1e-3, abs=1e-6, nan_ok=True)
 
 
+def test_a_read_without_memory_predicts_and_learns_nothing(monkeypatch):
+    """As in verl's bypass mode, where copies are rows and the read is a pass of ours."""
+    made, request = responses(0, 4), asked("oar_p", amortize={"share": 0.5, "units": 2}, replacement_token=1)
+    monkeypatch.setattr(KnownHost, "read", lambda *_: False)
+    monkeypatch.setattr(KnownHost, "prefixes", False)
+    monkeypatch.delattr(KnownHost, "masked_copies")
+    schedule, scored_B = Schedule(request.config), torch.full((4,), int(Status.SCORED))
+    answer = schedule.run(KnownHost(made), request, packed_of(made), scored_B)
+    assert {*answer.status_B.tolist()} == {Status.OUT_OF_MEMORY}
+    assert not answer.importance_T.any()
+    assert (schedule.predictor.regression.labels, schedule.predictor.learning) == (0, 1)
+
+
 def test_responses_and_units_are_drawn_anew_in_each_step_and_spread_over_a_response():
     made, drawn, predictor = responses(0, 200), [0] * 200, Predictor(0.2, 4, 2)
     lists = units_of(made)
