@@ -42,6 +42,12 @@ PATCHES = (
         until="verl 0.8 is no longer supported.",
     ),
     Patch(
+        module="verl.single_controller.ray.base",
+        apply="verl_cpu.device:meet_where_nobody_listens",
+        reason="verl lets go of a free port that its workers listen on seconds later; a new worker of a local Ray may get it.",
+        until="verl's own range of such ports is a setting of its trainer.",
+    ),
+    Patch(
         module="verl.workers.rollout.vllm_rollout.utils",
         apply="verl_cpu.before_platforms:name_device",
         reason="verl 0.8 asks vLLM for the UUID of its device.",

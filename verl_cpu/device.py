@@ -5,6 +5,7 @@ It can go when verl has one.
 
 import os
 import resource
+import secrets
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import ModuleType
@@ -18,6 +19,10 @@ try:
     from verl.plugin.platform import PlatformBase, PlatformRegistry, platform_manager, set_platform
 except ModuleNotFoundError:  # verl 0.8
     PlatformBase, PlatformRegistry = object, None
+
+
+BELOW_EPHEMERAL = (20000, 32768)
+"""Ports that Linux gives to nobody who asks for any (``ip_local_port_range``), above those of ``ray start``."""
 
 
 def _peak_memory(*_: object) -> int:
@@ -119,3 +124,19 @@ def default_to_one_gloo(distributed: Any) -> None:
         original(timeout_second, backend or "cpu:gloo")
 
     distributed.initialize_global_process_group_ray = initialize_global_process_group_ray
+
+
+def meet_where_nobody_listens(base: Any) -> None:
+    """Let process groups meet below the ports that the kernel gives out (``verl.single_controller.ray.base``).
+
+    verl takes a free port, lets it go and tells it to the workers. Until the first of them listens there, the kernel may
+    give it to a process that asks for any port, as each new worker of a local Ray does.
+    """
+    original = base.RayWorkerGroup._get_master_addr_port
+
+    @wraps(original)
+    def _get_master_addr_port(self: Any, pg: Any, bundle_index: int = 0, master_port_range: Any = None) -> Any:
+        first = secrets.randbelow(BELOW_EPHEMERAL[1] - BELOW_EPHEMERAL[0] - 100) + BELOW_EPHEMERAL[0]
+        return original(self, pg, bundle_index, master_port_range or [first, BELOW_EPHEMERAL[1]])
+
+    base.RayWorkerGroup._get_master_addr_port = _get_master_addr_port
