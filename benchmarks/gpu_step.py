@@ -30,10 +30,9 @@ from benchmarks.scaling.layouts import Layout, Work
 from benchmarks.tiny.model import SHAPES
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
-from oar_plugin.credit.perturbation import units
 from oar_plugin.output import cause
-from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
 from oar_plugin.passes.plain import batch_importance
+from oar_plugin.passes.prefix import WORKS
 from oar_plugin.passes.request import Request
 
 LOG_PROBS, UPDATE, WHOLE, CACHED = "log-probs", "update", "16 copies, whole", "16 copies, cached prefix"
@@ -67,13 +66,14 @@ def segments_of(work: Work) -> Tensor:
 
 def score_units(model: nn.Module, work: Work, token_BL: Tensor, cached: bool) -> None:
     """Run masked copies of some units, spread over each of some rows, and these rows without a mask."""
-    request = Request.of_step(OarConfig(importance="oar_p"), 1, replacement_token=0)
-    copies = MaskedCopies(model, request, work.micro_batch * token_BL.shape[1])
-    copies._shares_prefix = cached
-    segments_L = segments_of(work)[work.prompt_length :]
-    every = units((segments_L == Segment.REASONING).tolist(), SPAN)
-    for token_L in token_BL[:ROWS]:
-        copies.run(Candidate.of(token_L, segments_L), every[:: len(every) // UNITS][:UNITS])
+    request = Request.of_step(OarConfig(importance="oar_p", perturbation={"span": SPAN}), 1, replacement_token=0)
+    segments_L, WORKS[model] = segments_of(work), cached
+    units_US = (segments_L == Segment.REASONING).nonzero()[:, 0].split(SPAN)
+    labelled_L = torch.cat(units_US[:: len(units_US) // UNITS][:UNITS])
+    chosen_L = torch.zeros_like(segments_L).index_fill(0, labelled_L, int(Segment.REASONING))
+    segments_BL = chosen_L.where(segments_L == Segment.REASONING, segments_L).repeat(ROWS, 1)
+    keep_BL, max_tokens = torch.ones_like(segments_BL).bool(), work.micro_batch * token_BL.shape[1]
+    batch_importance(model, request, token_BL[:ROWS], segments_BL, keep_BL, max_tokens)
 
 
 def plain(work: Work, device: torch.device) -> Works:
@@ -105,7 +105,7 @@ def plain(work: Work, device: torch.device) -> Works:
             model.eval()
 
     pieces = {name: partial(score, *asked) for name, asked in SCORED.items()}
-    pieces |= {name: partial(score_units, model, work, token_BL.to(device), name == CACHED) for name in (WHOLE, CACHED)}
+    pieces |= {name: partial(score_units, model, work, token_BL, name == CACHED) for name in (WHOLE, CACHED)}
     return {LOG_PROBS: partial(log_probs, model, rows, 1.0, max_tokens), UPDATE: update, **pieces}
 
 

@@ -194,7 +194,7 @@ def gradient_pass(length: int) -> MicroBatchPass:
     """Return the package's pass over a sequence of prompt, reasoning and answer. It indexes tensors: not in the fake mode."""
     segments_BL = torch.full((1, length), int(Segment.REASONING))
     segments_BL[:, :PROMPT], segments_BL[:, -ANSWER:] = int(Segment.OUTSIDE), int(Segment.ANSWER)
-    packed, layout = packed_rows(torch.zeros(1, length, dtype=torch.long), segments_BL, None)
+    packed, layout = packed_rows(torch.zeros(1, length, dtype=torch.long), segments_BL, torch.ones_like(segments_BL))
     return MicroBatchPass(Request.of_step(OarConfig(importance="fisher"), 1), packed, layout)
 
 

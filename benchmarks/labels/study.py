@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
-from transformers import DynamicCache
+from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.cache import cached
 from benchmarks.fidelity.estimators import by_importance
@@ -27,9 +27,14 @@ from benchmarks.report import Progress, Report
 from benchmarks.workload import check_at_least_one
 from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment, make_finder, segment_tokens
+from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.perturbation import Unit
 from oar_plugin.credit.regression import projected, token_features
-from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
+from oar_plugin.passes.copies import CopyRows
+from oar_plugin.passes.gradient import Layout, Packed
+from oar_plugin.passes.host import Host, MicroBatch, Work
+from oar_plugin.passes.plain import PlainHost
+from oar_plugin.passes.prefix import WORKS
 from oar_plugin.passes.request import Request
 
 TEMPERATURE, MAX_TOKENS, SEED = 0.7, 2048, 0
@@ -72,27 +77,21 @@ class Settings:
                 raise ValueError(f"{file}: there is no such file")
 
 
-class SharedCopies(MaskedCopies):
-    """Masked copies of one response that get the tokens of `given_T` (None: draws of the model's own); the forward without
-    replacements, which fills the cache, runs once."""
+class GivenUnits(CopyRows):
+    """Copies of some units of one response, which may overlap; `given_T` takes their place (None: draws of the model's own)."""
 
-    given_T: Tensor | None = None
-    _first: tuple[Any, DynamicCache] | None = None
+    def __init__(self, request: Request, packed: Packed, unit_list: list[Unit], given_T: Tensor | None) -> None:
+        super().__init__(request, packed, packed.reasoning_T)
+        self.given_T, self._row_U = given_T, torch.zeros(len(unit_list), dtype=torch.long)
+        self._at_Us = pad_sequence([torch.tensor(unit) for unit in unit_list], True, padding_value=-1)
 
-    def _drawn(self, *args: Any) -> Tensor:
-        return super()._drawn(*args) if self.given_T is None else self.given_T
+    def begin_read(self, rows: Sequence[int], layout: Layout) -> MicroBatch:
+        tap = self.reading(rows, self.packed, layout)
+        assert tap is not None
+        return MicroBatch(lambda forward: tap)
 
-    def _forward(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache | None, reduce: Any) -> Any:
-        if cache is None or cache.get_seq_length():
-            return super()._forward(token_KT, row_N, cache, reduce)
-        if self._first is None:
-            every_T = torch.arange(token_KT.shape[1])
-            both = super()._forward(token_KT, every_T, cache, lambda project, hidden_TH: (project, hidden_TH))
-            self._first = both, cache
-        (project, hidden_TH), filled = self._first
-        cache.layers = filled.layers
-        with torch.no_grad():
-            return reduce(project, hidden_TH[row_N])
+    def _replacements(self, host: Host) -> Tensor:
+        return super()._replacements(host) if self.given_T is None else self.given_T
 
 
 class Collector:
@@ -142,7 +141,7 @@ class Collector:
         """Every unit of one token, or `most` of them; the others' scores are NaN. Labels in bfloat16: more in the same time."""
         model, token_T, at_R = self.writer.model, response.token_T, response.reasoning_R
         chosen = spread(len(at_R), most, random.Random(SEED))
-        units: list[Unit] = [(at - len(token_T) + len(response.words),) for at in at_R[chosen].tolist()]
+        units: list[Unit] = [(at,) for at in at_R[chosen].tolist()]
         batch_M = torch.cat([row.token_T[row.reasoning_R] for row in batch])
         given: dict[str, Tensor | None] = {name: torch.full_like(token_T, token) for name, token in self.fixed.items()}
         given |= {name: drawn_from(batch_M, token_T, SEED + again) for again, name in enumerate(("batch", AGAIN))}
@@ -163,12 +162,19 @@ class Collector:
         self, model: Any, response: Response, asked: Iterable[tuple[Tensor | None, list[Unit]]], whole: bool = False
     ) -> list[Tensor]:
         """Scores of units, float64 `[N]`, for each of what stands in the masked place. `whole`: without a cached prefix."""
-        config, token_T = OarConfig(importance="oar_p"), response.token_T
-        copies = SharedCopies(model, Request(config, config.probe, SEED), MAX_TOKENS)
-        copies._shares_prefix &= not whole
-        candidate, found = Candidate.of(token_T, response.segments_T[len(token_T) - len(response.words) :]), []
-        for copies.given_T, units in asked:
-            found.append(torch.tensor(copies.run(candidate, units), dtype=torch.float64))
+        config, token_T, found = OarConfig(importance="oar_p"), response.token_T, []
+        packed = Packed(token_T, response.segments_T, torch.tensor([0, len(token_T)]))
+        if whole:
+            WORKS[model] = False
+        for given_T, unit_list in asked:
+            request = Request(config, config.probe, SEED)
+            host, copies = (
+                PlainHost(model, request, packed, MAX_TOKENS),
+                GivenUnits(request, packed, unit_list, given_T),
+            )
+            host.read([0], Work([Forward(None)], copies.begin_read))
+            found.append(copies.scores(host).double())
+        WORKS.pop(model, None)
         return found
 
     def long_texts(self) -> Iterator[tuple[str, Callable[[], Long]]]:
@@ -192,12 +198,10 @@ class Collector:
 
     def by_span(self, response: Response) -> Long:
         """Units of some lengths that begin at the same tokens, spread over the reasoning."""
-        at_R, before = response.reasoning_R, len(response.token_T) - len(response.words)
+        at_R = response.reasoning_R
         start_N, scores = torch.linspace(0, len(at_R) - max(SPANS), STARTS).long(), dict[tuple[str, int], list[float]]()
         pad_T = torch.full_like(response.token_T, self.writer.pad)
-        asked = [
-            (pad_T, [tuple((at_R[at : at + span] - before).tolist()) for at in start_N.tolist()]) for span in SPANS
-        ]
+        asked = [(pad_T, [tuple(at_R[at : at + span].tolist()) for at in start_N.tolist()]) for span in SPANS]
         models = {"float32": self.writer.model, "bfloat16": self.narrow(), "bfloat16, whole": self.narrow()}
         for kind, model in models.items():
             for span, score_N in zip(SPANS, self.masked(model, response, asked, "whole" in kind), strict=True):

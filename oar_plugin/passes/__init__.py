@@ -1,1 +1,1 @@
-"""Runs a model for an importance, and knows no host: `taps` hooks a forward, `gradient` and `masked_copies` use the taps."""
+"""Runs a model for an importance, and knows no host: `taps` hooks a forward, `gradient` and `copies` use the taps."""

@@ -5,7 +5,6 @@ chunks, shortened to the end of the answer; an outcome becomes a score at once. 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -19,7 +18,7 @@ from oar_plugin.credit.noise import position_seeds, response_seeds
 from oar_plugin.credit.perturbation import sample_replacements
 from oar_plugin.credit.probe import AnswerRows, Probe, answer_rows, pool
 from oar_plugin.passes.gradient import Layout, Packed, pooled
-from oar_plugin.passes.host import Host, Work
+from oar_plugin.passes.host import Host, MicroBatch, Work
 from oar_plugin.passes.prediction import Units
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.rows import Project, read_logits
@@ -49,20 +48,10 @@ class Outcomes:
 
         def add(logits_NV: Tensor, chosen: slice) -> None:
             rows = self._rows.select(chosen)
-            parts.append(pool(vocabulary.log_prob(logits_NV.double(), rows.token_N)[:, None], rows)[:, 0])
+            parts.append(pool(vocabulary.log_prob(logits_NV, rows.token_N).double()[:, None], rows)[:, 0])
 
         read_logits(project, hidden_NH, add)
         return self._layout.sum_over_sequence_ranks(torch.stack(parts).sum(0))
-
-
-@dataclass
-class _Outcome:
-    """A micro-batch whose one forward runs `tap_`."""
-
-    tap_: Tap
-
-    def tap(self, forward: Forward) -> Tap:
-        return self.tap_
 
 
 class CopyRows:
@@ -125,7 +114,15 @@ class CopyRows:
 
     def run(self, host: Host) -> Tensor:
         """Importance per token, float32 `[T]`; 0 at tokens without a copy."""
-        replacement_T, importance_T = self._replacements(host), torch.zeros(len(self.packed.token_T))
+        importance_T, there_Us = torch.zeros(len(self.packed.token_T)), self._at_Us >= 0
+        # A copy with a more likely answer has not shown that its unit helped.
+        each_U = self.scores(host).clamp_min(0.0) / there_Us.sum(1)
+        importance_T[self._at_Us[there_Us]] = each_U[:, None].expand_as(there_Us)[there_Us]
+        return importance_T
+
+    def scores(self, host: Host) -> Tensor:
+        """The score of each unit, float32 `[U]`, after the read."""
+        replacement_T = self._replacements(host)
         start, most = 0, host.largest(len(self._row_U))
         while start < most:
             size = host.whole(min(CHUNK, most - start))
@@ -133,14 +130,12 @@ class CopyRows:
             host.copies(copies, like, self._work(start, copies))
             start += size
         known_2U = torch.zeros(2, len(self._row_U), device=host.device)
-        for numbers, score_u in self._scores:
-            known_2U[:, numbers] = torch.stack([score_u.float(), torch.ones_like(score_u).float()])
+        if self._scores:
+            (number_u,) = to_device(host.device, torch.tensor([number for held, _ in self._scores for number in held]))
+            score_u = torch.cat([score_k.float() for _, score_k in self._scores])
+            known_2U[:, number_u] = torch.stack([score_u, torch.ones_like(score_u)])
         score_U, ranks_U = host.share(known_2U).cpu()
-        # A copy with a more likely answer has not shown that its unit helped.
-        there_Us = self._at_Us >= 0
-        each_U = (score_U / ranks_U).clamp_min(0.0) / there_Us.sum(1)
-        importance_T[self._at_Us[there_Us]] = each_U[:, None].expand_as(there_Us)[there_Us]
-        return importance_T
+        return score_U / ranks_U
 
     def _replacements(self, host: Host) -> Tensor:
         """What is put in the place of each token, int64 `[T]`, on all ranks that share the rows."""
@@ -173,18 +168,20 @@ class CopyRows:
         return Packed(torch.cat(tokens), torch.cat(segments), pad(lengths.cumsum(0), (1, 0))), rows
 
     def _work(self, start: int, copies: Packed) -> Work:
-        def begin(numbers: Sequence[int], layout: Layout) -> _Outcome:
+        def begin(numbers: Sequence[int], layout: Layout) -> MicroBatch:
             packed, probe = copies.select(numbers), self.request.probe
             outcomes = Outcomes(packed, layout, probe)
             places = [place for place, number in enumerate(numbers) if start + number < len(self._row_U)]
             held = [start + numbers[place] for place in places]
+            (place_K,) = to_device(layout.device, torch.tensor(places, dtype=torch.long))
 
             def score(project: Project, hidden_NH: Tensor) -> None:
-                outcome_K = outcomes.read(project, hidden_NH)[places]
+                outcome_K = outcomes.read(project, hidden_NH)[place_K]
                 if held:
                     reference_K = torch.stack([self._reference[row] for row in self._row_U[held].tolist()])
                     self._scores.append((held, divergence(reference_K, outcome_K, probe, layout.vocabulary)))
 
-            return _Outcome(Tap(outcomes.position_N, score, columns=layout.columns))
+            tap = Tap(outcomes.position_N, score, columns=layout.columns)
+            return MicroBatch(lambda forward: tap)
 
-        return Work([Forward(None)], begin, lambda micro_batch, log_prob_T: None)
+        return Work([Forward(None)], begin)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,23 +12,23 @@ from oar_plugin.passes.gradient import Layout, Packed
 from oar_plugin.passes.taps import Tap
 
 
-class Tapped(Protocol):
-    """One micro-batch, for all forwards of a `Work`."""
-
-    def tap(self, forward: Forward) -> Tap:
-        """What this forward computes."""
+@dataclass(frozen=True)
+class MicroBatch:
+    tap: Callable[[Forward], Tap]  # what a forward computes
+    # called behind the last forward with the log-prob of each packed token, on any device, if the host has them
+    end: Callable[[Tensor | None], None] = lambda log_prob_T: None
 
 
 @dataclass(frozen=True)
 class Work:
     """Forwards over some rows. For each micro-batch a host calls `begin`, runs its model once for each of `forwards`, in this
-    order, under the taps of what `begin` returned, and calls `end`. Ranks that share rows call `end` in the same order.
+    order, under its `tap`, and calls `end`. Ranks that share rows call `end` in the same order.
     """
 
     forwards: list[Forward]
-    begin: Callable[[Sequence[int], Layout], Tapped]  # numbers of the micro-batch's rows, and where their tokens are
-    # also takes the log-prob of each packed token, on any device, if the host has them
-    end: Callable[[Any, Tensor | None], None]
+    begin: Callable[
+        [Sequence[int], Layout], MicroBatch
+    ]  # numbers of the micro-batch's rows, and where their tokens are
 
     @property
     def reads_only(self) -> bool:
@@ -39,7 +39,6 @@ class Host(Protocol):
     """One batch of a host. All ranks call the same methods in the same order."""
 
     device: torch.device
-    prefixes: bool  # whether `masked_copies` runs copies, behind cached prefixes; else they are rows of `copies`
     gives_log_probs: bool  # whether `read` gives `Work.end` the host's own
 
     def read(self, rows: Sequence[int], work: Work | None) -> bool:
@@ -52,9 +51,6 @@ class Host(Protocol):
 
     def copies(self, copies: Packed, like: Sequence[int], work: Work) -> None:
         """Runs other sequences without a graph. `like`: the row that each one copies."""
-
-    def masked_copies(self, packed: Packed) -> Tensor:
-        """Importance per token from a copy for each unit of the reasoning, float32 `[T]`."""
 
     def whole(self, count: int) -> int:
         """The smallest number of rows of whole micro-batches, `count` or more."""

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
-from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, importance_of_scores
-from oar_plugin.passes.host import Work
-from oar_plugin.passes.masked_copies import MaskedCopies
+from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed
+from oar_plugin.passes.host import MicroBatch, Work
+from oar_plugin.passes.prefix import Prefixes, groups_behind
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.schedule import Schedule
 from oar_plugin.passes.taps import ModelTaps, to_device
@@ -29,7 +31,7 @@ class PlainHost:
     `max_tokens`, `max_over_ranks` and `sum_over_ranks` are those of `TokenCredit.importance`.
     """
 
-    prefixes, gives_log_probs = True, False
+    gives_log_probs = False
 
     def __init__(
         self,
@@ -54,35 +56,50 @@ class PlainHost:
         self._run(rows, work)
         return True
 
-    def masked_copies(self, packed: Packed) -> Tensor:
-        rows = packed.response_T[packed.reasoning_T].unique().tolist()
-        parts = {row: packed.select([row]) for row in rows}
-        wanted = {row: (one.token_T.to(self.device), one.segments_T) for row, one in parts.items()}
-        if self.largest(len(wanted)):
-            self._check()
-        importance_T = torch.zeros(len(packed.token_T))
-        copies = MaskedCopies(self.model, self.request, self.max_tokens)
-        for row, importance_t in copies.importance(wanted, self.largest).items():
-            importance_T[packed.at([row])] = importance_t
-        return importance_T
-
     def share(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def copies(self, copies: Packed, like: Sequence[int], work: Work) -> None:
-        raise NotImplementedError("copies run behind cached prefixes")
+        """Copies of one response share a forward behind a cached prefix, where that works."""
+        answer_T, response_T = copies.segments_T == Segment.ANSWER, copies.response_T
+        numbers = response_T[answer_T].unique().tolist()  # other rows only fill up
+        prefixes, token_T = Prefixes(self.model), self.packed.token_T.to(self.device)
+        if not prefixes.work(token_T, self.request.replacement_token, self.largest):
+            self._run(numbers, work, copies)
+            return
+        own_T = self.packed.token_T[self.packed.offsets[torch.tensor(like)][response_T] + copies.place_T]
+        computed_T = (copies.token_T != own_T) | answer_T.roll(-1)  # the first row that is read is before the answer
+        begin_B = torch.full((len(like),), len(own_T))
+        begin_B = begin_B.scatter_reduce(0, response_T[computed_T], copies.place_T[computed_T], "amin")
+        forwards, length_B = list[tuple[int, list[int]]](), copies.offsets.diff()
+        for row, some in groupby(numbers, like.__getitem__):
+            of_row = list(some)
+            places = groups_behind(begin_B[of_row].tolist(), int(length_B[of_row[0]]), self.max_tokens)
+            forwards += [(row, [of_row[place] for place in group]) for group in places]
+        count = len(forwards) + len({row for row, _ in forwards})
+        idle = self.largest(count) - count
+        for row, groups in groupby(forwards, lambda forward: forward[0]):
+            of_groups = [group for _, group in groups]
+            start, last = int(self.packed.offsets[row]), int(begin_B[of_groups[-1][-1]])
+            cache = prefixes.of(token_T[start : start + max(1, last)])
+            for group in of_groups:
+                begin = int(begin_B[group[0]])
+                self._forward(group, copies.select(group), work, begin, prefixes.behind(cache, begin))
+        for _ in range(idle):
+            self._forward([], NOTHING, work)
 
     def whole(self, count: int) -> int:
         return count
 
-    def _run(self, rows: Sequence[int], work: Work) -> None:
-        groups = of_like_length(torch.tensor(rows, dtype=torch.long), self.packed.offsets.diff(), self.max_tokens)
+    def _run(self, rows: Sequence[int], work: Work, packed: Packed | None = None) -> None:
+        packed = self.packed if packed is None else packed
+        groups = of_like_length(torch.tensor(rows, dtype=torch.long), packed.offsets.diff(), self.max_tokens)
         # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
         most = self.largest(len(groups))
         if most:
             self._check()
         for group in groups:
-            self._forward(group.tolist(), self.packed.select(group.tolist()), work)
+            self._forward(group.tolist(), packed.select(group.tolist()), work)
         for _ in range(most - len(groups)):
             self._forward([], NOTHING, work)
 
@@ -90,56 +107,28 @@ class PlainHost:
         read = partial(_read, self.model)
         check_by_trial(self.model, self.request, self.packed.token_T.to(self.device), read, self.largest)
 
-    def _forward(self, rows: Sequence[int], packed: Packed, work: Work) -> None:
-        """One micro-batch. Padding behind each row needs no mask and no positions: models count these in different ways."""
+    def _forward(
+        self, rows: Sequence[int], packed: Packed, work: Work, begin: int = 0, cached: dict[str, Any] | None = None
+    ) -> None:
+        """One micro-batch, of equally long rows without their first `begin` tokens if these are `cached`.
+
+        Padding behind each row needs no mask and no positions: models count these in different ways.
+        """
         length_B = packed.offsets.diff()
         keep_BL = torch.arange(max(1, int(length_B.max()))) < length_B[:, None]
-        input_BL = torch.zeros(keep_BL.shape, dtype=torch.long).masked_scatter(keep_BL, packed.token_T)
-        layout = packed_rows(input_BL, input_BL, keep_BL, self.device)[1]
-        micro_batch = work.begin(rows, layout) if rows else MicroBatchPass(self.request, packed, layout)
+        input_BL = torch.zeros(keep_BL.shape, dtype=torch.long).masked_scatter(keep_BL, packed.token_T)[:, begin:]
+        row_T, place_T = keep_BL.nonzero().T
+        local_T = (row_T * input_BL.shape[1] + place_T - begin).where(place_T >= begin, -1)
+        layout = Layout(local_T, local_T, input_BL.numel(), self.device)
+        idle = partial(MicroBatchPass, self.request, packed, layout)
+        micro_batch = work.begin(rows, layout) if rows else MicroBatch(idle().tap)
         (input_BL,) = to_device(self.device, input_BL)
         with ModelTaps(self.model, self.checkpoint_activations, reads_only=work.reads_only) as taps:
             for forward in work.forwards:
                 with taps.running(forward):
                     taps.tap = micro_batch.tap(forward)
-                    self.model(input_ids=input_BL, use_cache=False)
-        if rows:
-            work.end(micro_batch, None)
-
-
-def gradient_importance(
-    model: nn.Module,
-    request: Request,
-    token_BL: Tensor,
-    segments_BL: Tensor,
-    mask_BL: Tensor | None = None,
-    checkpoint_activations: bool = False,
-) -> Tensor:
-    """Importance of one micro-batch from the gradient pass alone, float32 `[B, L]`; 0 outside the reasoning.
-
-    Args:
-        model: causal LM in eval mode. The call does not change the model.
-        token_BL: int64, prompts and responses, padded on any side. From the CPU no copy waits for the device.
-        segments_BL: `Segment` per token; OUTSIDE at all tokens of a response that is not scored.
-        mask_BL: bool, false at padding. None: padding counts as tokens. This is correct without padding, and also if padding is
-            on the right, because causal attention does not look to the right.
-        checkpoint_activations: recompute activations in the backward, to save memory.
-
-    Raises:
-        UnsupportedModelError: importance cannot be computed with this model (see `check_model`).
-    """
-    packed, given = packed_rows(token_BL, segments_BL, mask_BL, next(model.parameters()).device)
-    flat = torch.zeros(token_BL.numel())
-
-    def begin(rows: Sequence[int], layout: Layout) -> MicroBatchPass:
-        return MicroBatchPass(request, packed, layout)
-
-    def end(micro_batch: MicroBatchPass, log_prob_T: Tensor | None) -> None:
-        flat[given.local_T] = importance_of_scores(request, packed, micro_batch.scores)
-
-    host = PlainHost(model, request, packed, token_BL.numel(), checkpoint_activations)
-    host._forward(range(len(packed.offsets) - 1), packed, Work(request.forwards(), begin, end))
-    return flat.view(token_BL.shape).to(token_BL.device)
+                    self.model(input_ids=input_BL, **(cached or {"use_cache": False}))
+        micro_batch.end(None)
 
 
 def batch_importance(
@@ -156,8 +145,17 @@ def batch_importance(
 ) -> Tensor:
     """Importance of a batch, float32 `[B, L]` on the device of the tokens; 0 at tokens that are not scored.
 
-    `max_tokens`, `max_over_ranks` and `sum_over_ranks` are those of `TokenCredit.importance`, the first arguments those of
-    `gradient_importance`. `schedule`: that of the run; None: a new one.
+    Args:
+        model: causal LM in eval mode. The call does not change the model.
+        token_BL: int64, prompts and responses, padded on any side. From the CPU no copy waits for the device.
+        segments_BL: `Segment` per token; OUTSIDE at all tokens of a response that is not scored.
+        mask_BL: bool, false at padding.
+        checkpoint_activations: recompute activations in a backward, to save memory.
+        max_tokens, max_over_ranks, sum_over_ranks: those of `TokenCredit.importance`.
+        schedule: that of the run; None: a new one.
+
+    Raises:
+        UnsupportedModelError: importance cannot be computed with this model (see `check_model`).
     """
     # On the CPU from here on: what to do with a micro-batch is then known without waiting for the one before it.
     packed, layout = packed_rows(token_BL, segments_BL, mask_BL)
@@ -207,10 +205,10 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def packed_rows(
-    token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor | None, device: torch.device | None = None
+    token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor, device: torch.device | None = None
 ) -> tuple[Packed, Layout]:
     """Packs a padded batch. The `Layout` says where its tokens are for a model on `device`; None: where the tokens are."""
-    keep_BL = torch.ones(token_BL.shape, dtype=torch.bool) if mask_BL is None else mask_BL.cpu().bool()
+    keep_BL = mask_BL.cpu().bool()
     at_T = keep_BL.flatten().nonzero()[:, 0]
     offsets = torch.nn.functional.pad(keep_BL.sum(-1).cumsum(0), (1, 0))
     packed = Packed(token_BL.cpu().flatten()[at_T], segments_BL.cpu().flatten()[at_T].long(), offsets)

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from oar_plugin.config import OarConfig
-from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.importance import Forward
 from oar_plugin.credit.noise import response_seeds
 from oar_plugin.passes.copies import CopyRows
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed, Scores, importance_of_scores
-from oar_plugin.passes.host import Host, Tapped, Work
+from oar_plugin.passes.host import Host, MicroBatch, Work
 from oar_plugin.passes.prediction import Features, Predictor, Units, predictor_of
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.taps import Tap, together
@@ -90,7 +89,7 @@ class _Step:
         self.chosen_B = packed.response_T[self.labelled_T].bincount(minlength=len(status_B)) > 0
         self.importance_T = torch.zeros(len(packed.token_T))
         self.copies: CopyRows | None = None
-        if self.kind.copies and given is None and not host.prefixes:
+        if self.kind.copies and given is None:
             self.copies = CopyRows(request, packed, self.labelled_T)
         # Of each micro-batch: positions of its tokens in the batch, its labelled units, and their features.
         self._kept = list[tuple[Tensor, Units, Tensor]]()
@@ -104,19 +103,23 @@ class _Step:
         if hidden or reads or self.copies:
             reads |= {"log_prob"} if hidden and not self.host.gives_log_probs else frozenset()
 
-            def begin(rows: Sequence[int], layout: Layout) -> Tapped:
+            def begin(rows: Sequence[int], layout: Layout) -> MicroBatch:
                 packed = self.packed.select(rows)
-                micro_batch = MicroBatchPass(self.request, packed, layout, reads, hidden)
+                reading = MicroBatchPass(self.request, packed, layout, reads, hidden)
                 more = None if self.copies is None else self.copies.reading(rows, packed, layout)
-                return _Read(rows, micro_batch, more)
 
-            work = Work([Forward(None, log_probs=self.host.gives_log_probs)], begin, self._end_read)
+                def tap(forward: Forward) -> Tap:
+                    return reading.tap(forward) if more is None else together(reading.tap(forward), more)
+
+                return MicroBatch(tap, partial(self._end_read, rows, reading))
+
+            work = Work([Forward(None, log_probs=self.host.gives_log_probs)], begin)
         if not self.host.read(self.usable_B.nonzero()[:, 0].tolist(), work):
             self._out_of_memory()
 
-    def _end_read(self, read: "_Read", log_prob_T: Tensor | None) -> None:
-        packed, scores, at_T = read.micro_batch.packed, read.micro_batch.scores, self.packed.at(read.rows)
-        read.micro_batch.total(self.host.share)
+    def _end_read(self, rows: Sequence[int], reading: MicroBatchPass, log_prob_T: Tensor | None) -> None:
+        packed, scores, at_T = reading.packed, reading.scores, self.packed.at(rows)
+        reading.total(self.host.share)
         if self.predictor is not None:
             features = Features(packed, scores, scores.log_prob_T if log_prob_T is None else log_prob_T)
             self.importance_T[at_T] = self.predictor.predict(features)
@@ -135,10 +138,6 @@ class _Step:
             score_T = self.given.importance_T
         elif self.copies is not None:
             score_T = self.copies.run(self.host)
-        elif kind.copies and self.host.prefixes:
-            other_T = self.packed.reasoning_T & ~self.labelled_T
-            segments_T = self.packed.segments_T.masked_fill(other_T, int(Segment.OUTSIDE))
-            score_T = self.host.masked_copies(Packed(self.packed.token_T, segments_T, self.packed.offsets))
         elif kind.backwards:
             score_T = self._gradient()
         elif kind.reads:
@@ -157,16 +156,17 @@ class _Step:
         """Importance per token of the chosen responses, float32 `[T]`; 0 if memory ran out."""
         score_T = torch.zeros_like(self.importance_T)
 
-        def begin(rows: Sequence[int], layout: Layout) -> _Read:
-            return _Read(rows, MicroBatchPass(self.request, self.packed.select(rows), layout))
+        def begin(rows: Sequence[int], layout: Layout) -> MicroBatch:
+            scored = MicroBatchPass(self.request, self.packed.select(rows), layout)
 
-        def end(scored: _Read, log_prob_T: Tensor | None) -> None:
-            scored.micro_batch.total(self.host.share)
-            of_rows = importance_of_scores(self.request, scored.micro_batch.packed, scored.micro_batch.scores)
-            score_T[self.packed.at(scored.rows)] = of_rows
+            def end(log_prob_T: Tensor | None) -> None:
+                scored.total(self.host.share)
+                score_T[self.packed.at(rows)] = importance_of_scores(self.request, scored.packed, scored.scores)
+
+            return MicroBatch(scored.tap, end)
 
         rows = (self.usable_B & self.chosen_B).nonzero()[:, 0].tolist()
-        if not self.host.gradient(rows, Work(self.request.forwards(), begin, end)):
+        if not self.host.gradient(rows, Work(self.request.forwards(), begin)):
             self._out_of_memory()
             score_T.zero_()
         return score_T
@@ -196,16 +196,3 @@ def labelled_tokens(
     # Units not of the step: an engine may draw them in an earlier one than the actor.
     labelled_N = predictor.labelled(units, seeds(request.config.seed), usable_B & chosen_B)
     return packed.reasoning_T.masked_scatter(packed.reasoning_T, labelled_N)
-
-
-@dataclass
-class _Read:
-    """Rows of a micro-batch, and what is read of them."""
-
-    rows: Sequence[int]
-    micro_batch: MicroBatchPass
-    more: Tap | None = None
-
-    def tap(self, forward: Forward) -> Tap:
-        tap = self.micro_batch.tap(forward)
-        return tap if self.more is None else together(tap, self.more)

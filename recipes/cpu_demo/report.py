@@ -27,11 +27,12 @@ CURVES = {
     "Reward": ("critic/score/mean",),
     "Entropy of the policy, in nats per token": ("actor/entropy", "actor/entropy_loss"),
     "Response length, in tokens": ("response_length/mean",),
-    "ESS ratio (1: all tokens have the same credit)": ("oar/ess_ratio",),
+    "Variance of exact scores that predictions explain": ("oar/amortize/explained",),
     "Responses that fall back to GRPO (share)": ("oar/fallback/any",),
     "Seconds per step, without the first": ("timing_s/step",),
 }
 """Title of a curve -> its metric in verl's log; where there are two, verl's versions name it differently."""
+BY_POSITION = "oar/amortize/explained_by_position"
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,10 @@ def draw_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) 
                 points = points[1:]  # the first step still imports
             if points:
                 axes.plot(*zip(*points, strict=True), label=method.upper())
+            if names == ("oar/amortize/explained",):
+                if control := [(row["step"], row[BY_POSITION]) for row in rows if BY_POSITION in row]:
+                    axes.plot(*zip(*control, strict=True), "--", label="position and probability alone")
+                    axes.legend()
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)

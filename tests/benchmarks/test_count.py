@@ -14,8 +14,11 @@ from benchmarks.count.fake_step import count, measure
 from benchmarks.count.meter import Meter
 from benchmarks.count.shapes import Memory, Work, at
 from oar_plugin.config import OarConfig
-from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
+from oar_plugin.credit.answer import Segment
+from oar_plugin.passes.plain import batch_importance
+from oar_plugin.passes.prefix import WORKS
 from oar_plugin.passes.request import Request
+from oar_plugin.passes.trial import _ACCEPTED
 from oar_plugin.runs.plan.known import load_model
 
 DENSE, SMALL, work = real.DENSE, real.SMALL, cache(count)
@@ -69,15 +72,21 @@ def test_flops_follow_a_closed_formula(config):
 def test_copies_cost_what_is_derived_from_forwards(prefix):
     length, copies = derived.PROMPT + 240, 7
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**DENSE, num_hidden_layers=LAYERS)).eval()
-    package = MaskedCopies(model, Request.of_step(OarConfig(), 1, replacement_token=0), max_tokens=1)
-    package._shares_prefix = prefix
-    candidate = Candidate(torch.arange(length), derived.PROMPT, length - derived.ANSWER)
+    WORKS[model] = prefix
+    ids, segments = torch.arange(length)[None], torch.zeros(1, length, dtype=torch.long)
+    segments[0, -derived.ANSWER :] = Segment.ANSWER
+    segments[0, derived.PROMPT + 16 : -derived.ANSWER : 32][:copies] = Segment.REASONING
+    request = Request.of_step(OarConfig(importance="oar_p"), 1, replacement_token=0)
+    _ACCEPTED.add(model)
     with Meter() as meter:
         meter.begin("copies")
-        package.run(candidate, [[16 + 32 * place] for place in range(copies)])
-    expected = derived.copies_flops(work(Work(dimensions(DENSE))), LAYERS, length, copies, prefix)
+        batch_importance(model, request, ids, segments, torch.ones_like(ids).bool(), max_tokens=1)
+    expected = partial(derived.copies_flops, work(Work(dimensions(DENSE))), LAYERS, length)
+    fills = expected(1, False) - expected(0, False) if prefix else 0.0  # a forward that keeps keys and values
     # The meter halves the products of attention, of which a prefix needs more.
-    assert meter.numbers["flops"]["copies"] == pytest.approx(expected, rel=0.1 if prefix else 0.02)
+    assert meter.numbers["flops"]["copies"] == pytest.approx(
+        expected(copies, prefix) + fills, rel=0.1 if prefix else 0.02
+    )
 
 
 def test_the_page_has_what_follows_from_its_own_counts():

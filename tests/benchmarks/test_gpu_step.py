@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import gpu_step
 from benchmarks.gpu_step import CACHED, PIECES, WHOLE
-from oar_plugin.passes.masked_copies import MaskedCopies
+from oar_plugin.passes.plain import PlainHost
 from tests.processes import run
 
 ABSENT = "import sys; sys.modules.update(dict.fromkeys(('verl', 'tyro', 'matplotlib', 'PIL', 'pandas', 'tensordict')))"
@@ -29,7 +29,7 @@ def test_a_cut_off_run_goes_on_and_a_piece_that_fails_stops_no_other(tmp_path, m
     monkeypatch.setattr(gpu_step, "find_spec", lambda name: None)
     monkeypatch.setattr(gpu_step, "TINY", gpu_step.TINY[:1])
     with monkeypatch.context() as patched:
-        patched.setattr(MaskedCopies, "run", out_of_memory)
+        patched.setattr(PlainHost, "copies", out_of_memory)
         status, first = plain()
     assert status == 1
     assert [name for name in PIECES if first[name] == "OutOfMemoryError: out of memory: a line"] == [WHOLE, CACHED]

@@ -21,8 +21,8 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.gate import bi_level
 from oar_plugin.credit.probe import PROBES
 from oar_plugin.passes.gradient import MicroBatchPass
-from oar_plugin.passes.plain import gradient_importance
 from tests.asked import asked
+from tests.passes.batch import gradient_pass
 
 FILES = sorted(Path(os.environ.get("OAR_GOLDEN_DIR", Path(__file__).parents[1] / "golden")).glob("reference_*.json"))
 RELATIVE = 1e-5
@@ -57,7 +57,7 @@ def oar_g(model, case, noise, probe):
     noise_BLH[0, reasoning] = noise
     given = mock.patch.object(MicroBatchPass, "noise", return_value=lambda embedding: noise_BLH.to(embedding.dtype))
     with given:
-        return gradient_importance(model, asked("oar_g", probe), ids, segments)[0, reasoning]
+        return gradient_pass(model, asked("oar_g", probe), ids, segments)[0, reasoning]
 
 
 def norm_in_float64(self, hidden):

@@ -10,14 +10,13 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from oar_plugin.passes import plain
 from oar_plugin.passes.request import IMPORTANCE
 from oar_plugin.runs.launch.preflight import importable
 from tests.asked import asked
 from tests.gpu import here
 from tests.hosts.engine import cases, world
 from tests.hosts.engine.compare import worst
-from tests.passes.batch import padded, random_model, rows_of
+from tests.passes import batch
 from tests.processes import ranks
 
 WORKER = "tests.gpu.worker"
@@ -173,13 +172,13 @@ def test_scores_equal_single_copies_of_a_plain_model(suite, figures, settings, w
 def test_a_gradient_pass_does_not_wait_for_the_gpu(monkeypatch, name):
     """Any wait before the scores come back raises. transformers itself asks in each forward whether rows are packed."""
     device, mode = ("cpu", lambda _: None) if here.REHEARSAL else ("cuda", torch.cuda.set_sync_debug_mode)
-    bring_back = plain.importance_of_scores
-    monkeypatch.setattr(plain, "importance_of_scores", lambda *given: mode("default") or bring_back(*given))
+    bring_back = batch.importance_of_scores
+    monkeypatch.setattr(batch, "importance_of_scores", lambda *given: mode("default") or bring_back(*given))
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-    model, batch = random_model(vocab_size=300).to(device), padded(rows_of())
+    model, rows = batch.random_model(vocab_size=300).to(device), batch.padded(batch.rows_of())
     for wanted in ("default", "error"):  # the first pass loads kernels
         mode(wanted)
         try:
-            assert plain.gradient_importance(model, asked(name), *batch).any()
+            assert batch.gradient_pass(model, asked(name), *rows).any()
         finally:
             mode("default")

@@ -5,6 +5,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from oar_plugin.credit.answer import Segment
+from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
+from oar_plugin.passes.host import MicroBatch, Work
+from oar_plugin.passes.plain import PlainHost, packed_rows
+from oar_plugin.passes.request import Request
 from tests.hosts.engine import world
 
 SIZE = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -59,3 +63,24 @@ def error(got: list[Tensor], reference: dict[int, Tensor]) -> float:
     assert not any(row[:length].any() for row, length in zip(got, prompts, strict=True))
     responses = [row[length:] for row, length in zip(got, prompts, strict=True)]
     return distance(responses, [reference[number] for number in world.SCORED])
+
+
+def gradient_pass(
+    model, request: Request, token_BL: Tensor, segments_BL: Tensor, mask_BL: Tensor | None = None
+) -> Tensor:
+    """Importance from the gradient pass alone, in one micro-batch, float32 `[B, L]`. Without a mask, padding is tokens."""
+    mask_BL = torch.ones_like(token_BL, dtype=torch.bool) if mask_BL is None else mask_BL
+    packed, flat = packed_rows(token_BL, segments_BL, mask_BL)[0], torch.zeros(token_BL.numel())
+    host = PlainHost(model, request, packed, token_BL.numel())
+
+    def begin(rows, layout):
+        one = MicroBatchPass(request, packed, layout)
+
+        def end(log_prob_T):
+            flat[mask_BL.flatten()] = importance_of_scores(request, packed, one.scores)
+
+        return MicroBatch(one.tap, end)
+
+    work = Work(request.forwards(), begin)
+    host._forward(range(len(token_BL)), packed, work)
+    return flat.view(token_BL.shape)

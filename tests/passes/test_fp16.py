@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from oar_plugin.passes.gradient import MicroBatchPass
-from oar_plugin.passes.plain import gradient_importance
 from tests.asked import asked
 from tests.own_importance import Saliency
-from tests.passes.batch import distance, padded, rows_of, unpadded
+from tests.passes.batch import distance, gradient_pass, padded, rows_of, unpadded
 
 CLOSE = 0.1
 TWO = "python:benchmarks.candidates.learning:Onward"  # two backwards
@@ -40,7 +39,7 @@ def of(model, importance, probe="answer_mean", dtype=torch.float16, autocast=Fal
     token_BL, segments_BL, mask_BL = padded(rows_of())
     one = copy.deepcopy(model.half()).to(torch.float32 if autocast else dtype)  # the weights that all have
     with torch.autocast("cpu", dtype, enabled=autocast):
-        scores_BL = gradient_importance(one, asked(importance, probe, sigma=0.05), token_BL, segments_BL, mask_BL)
+        scores_BL = gradient_pass(one, asked(importance, probe, sigma=0.05), token_BL, segments_BL, mask_BL)
     return unpadded(scores_BL, mask_BL)
 
 

@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oar_plugin.credit.answer import Segment
-from oar_plugin.passes import masked_copies, rows
+from oar_plugin.passes import rows
 from oar_plugin.passes.gradient import Layout, MicroBatchPass, Packed
-from oar_plugin.passes.masked_copies import Candidate, MaskedCopies
+from oar_plugin.passes.plain import batch_importance
 from tests.asked import asked
 from tests.passes.batch import random_model
 
@@ -75,18 +75,18 @@ def test_an_answer_of_any_length_takes_a_few_chunks_of_logits(monkeypatch, impor
 @pytest.mark.parametrize("probe", ["answer_mean", "answer_joint"])
 def test_masked_copies_of_a_response_of_any_length_take_a_few_chunks(monkeypatch, probe, drawn):
     """Random numbers for replacements of the reasoning are drawn from its logits."""
-    for module in (rows, masked_copies):
-        monkeypatch.setattr(module, "CHUNK", CHUNK)
+    monkeypatch.setattr(rows, "CHUNK", CHUNK)
     model = random_model(vocab_size=VOCABULARY, max_position_embeddings=512).requires_grad_(False)
 
     def most(length):
         reasoning, answer = (length, 20) if drawn else (20, length)
-        candidate = Candidate(torch.randint(VOCABULARY, (4 + reasoning + answer,)), 4, 4 + reasoning)
-        copies = MaskedCopies(model, asked("oar_p", probe, replacement_token=None if drawn else 0), 4096)
+        segments = torch.tensor([0] * 4 + [Segment.REASONING] * reasoning + [Segment.ANSWER] * answer)
+        batch = torch.randint(VOCABULARY, (1, len(segments))), segments[None], torch.ones(1, len(segments)).bool()
+        request = asked("oar_p", probe, replacement_token=None if drawn else 0, span=reasoning // 2)
         with Counted() as memory:
-            copies.run(candidate, [(0,), (reasoning - 1,)])
+            batch_importance(model, request, *batch, 4096)
         return memory.most
 
     short, long = most(8 * CHUNK), most(16 * CHUNK)
-    assert long < (12 if drawn else 5) * FLOAT32
+    assert long < (12 if drawn else 7) * FLOAT32
     assert long < 1.1 * short

@@ -19,11 +19,11 @@ from oar_plugin.config import OarConfig
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import IMPORTANCES, Importance
 from oar_plugin.credit.probe import PROBES
-from oar_plugin.passes.plain import batch_importance, gradient_importance
+from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.request import Request
 from tests.asked import asked
 from tests.hosts.engine import world
-from tests.passes.batch import distance, error, padded, positions, random_model, rows_of, unpadded
+from tests.passes.batch import distance, error, gradient_pass, padded, positions, random_model, rows_of, unpadded
 
 OWN = "python:tests.own_importance:Saliency"
 TWO = "python:benchmarks.candidates.learning:Onward"  # two backwards
@@ -48,7 +48,7 @@ def bound(importance, probe="answer_mean"):
 def run(model, batch=None, importance="fisher", probe="answer_mean", request=None, **more):
     """Each sequence's scores; of the four responses, when no batch is given."""
     batch, request = batch or padded(rows_of()), request or asked(importance, probe, **{"temperature": 0.7, **more})
-    return unpadded(gradient_importance(model, request, *batch), batch[2])
+    return unpadded(gradient_pass(model, request, *batch), batch[2])
 
 
 @every_probe
@@ -102,7 +102,7 @@ def test_a_batch_equals_one_by_one(model, importance):
     for left in (False, True):
         together = run(model, padded(rows_of(), left), importance, **draws)
         for (ids, segments), row in zip(rows_of(), together, strict=True):
-            alone = gradient_importance(model, asked(importance, **draws), ids[None], segments[None])
+            alone = gradient_pass(model, asked(importance, **draws), ids[None], segments[None])
             assert distance([row], [alone[0]]) <= limit
 
 

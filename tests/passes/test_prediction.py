@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from math import ceil, exp
 from threading import Barrier
@@ -18,8 +19,8 @@ from oar_plugin.credit import regression
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.perturbation import units as cut
 from oar_plugin.passes import prediction
+from oar_plugin.passes.copies import CopyRows
 from oar_plugin.passes.gradient import Layout, Packed, Scores
-from oar_plugin.passes.masked_copies import MaskedCopies
 from oar_plugin.passes.plain import PlainHost, batch_importance
 from oar_plugin.passes.prediction import Features, Predictor
 from oar_plugin.passes.schedule import Schedule
@@ -34,6 +35,8 @@ CPU = torch.device("cpu")
 def few_labels(monkeypatch):
     monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
     monkeypatch.setattr(prediction, "FEWEST", 1)
+    run = CopyRows.run
+    monkeypatch.setattr(CopyRows, "run", lambda copies, host: getattr(host, "known", partial(run, host=host))(copies))
 
 
 # ---- a plain model
@@ -74,15 +77,17 @@ def test_every_token_is_paid_by_what_earlier_steps_taught(model, folder, scored,
 
 
 def test_only_units_that_are_labels_get_copies(model, folder, monkeypatch):
-    copies, run, learned, learn = [], MaskedCopies.run, [], Predictor.learn
-    monkeypatch.setattr(MaskedCopies, "run", lambda *given: copies.append(given[2]) or run(*given))
+    masked, run, learned, learn = [], PlainHost.copies, [], Predictor.learn
+    monkeypatch.setattr(PlainHost, "copies", lambda *given: masked.append(given[1:3]) or run(*given))
     monkeypatch.setattr(Predictor, "learn", lambda *given: learned.extend(given[2].tolist()) or learn(*given))
     request = asked("oar_p", span=2, replacement_token=world.PAD, amortize={"share": 1.0, "units": 3})
     predict(model, Schedule(request.config), request)
-    assert sorted(map(len, copies)) == [2, 3, 3, 3]
+    ((copies, like),) = masked
+    assert sorted(like) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
     exact, want = world.counterfactual(folder, span=2), []
-    for row, own in zip(world.SCORED, copies, strict=True):
-        want += [exact[row][torch.tensor(unit) - len(world.encode()[row][0])].mean().item() for unit in own]
+    for row, token_t in zip(like, copies.token_T.split(copies.offsets.diff().tolist()), strict=True):
+        ids, prompt = rows_of()[row][0], len(world.encode()[world.SCORED[row]][0])
+        want.append(exact[world.SCORED[row]][(token_t != ids[: len(token_t)]).nonzero()[:, 0] - prompt].mean().item())
     assert sorted(learned) == pytest.approx(sorted(want), rel=1e-3, abs=1e-7)
 
 
@@ -133,7 +138,7 @@ def given_to_features(*made):
 class KnownHost:
     """Has read what is made up, `split` responses at a time."""
 
-    device, prefixes, gives_log_probs = CPU, True, True
+    device, gives_log_probs = CPU, True
 
     def __init__(self, made, total=torch.clone, split=5):
         self.made, self.total, self.split = made, total, split
@@ -143,15 +148,17 @@ class KnownHost:
             at_T = torch.arange(sum(len(self.made[row].token_T) for row in part))
             read = work.begin(part, Layout(at_T, at_T, len(at_T)))
             _, scores, log_prob_T = given_to_features(*(self.made[row] for row in part))
-            read.micro_batch.scores.hidden_TP.copy_(scores.hidden_TP)
-            work.end(read, log_prob_T)
-            hidden, read = weakref.ref(read.micro_batch.scores.hidden_TP), None
+            own = read.end.args[1].scores.hidden_TP
+            own.copy_(scores.hidden_TP)
+            read.end(log_prob_T)
+            hidden, own, read = weakref.ref(own), None, None
             assert hidden() is None, "hidden states are kept"
         return True
 
-    def masked_copies(self, packed):
-        self.labelled = packed.reasoning_T.split(packed.offsets.diff().tolist())
-        return torch.cat([one.score_T for one in self.made]) * packed.reasoning_T
+    def known(self, copies):
+        """In place of `CopyRows.run`."""
+        self.labelled = copies._labelled_T.split(copies.packed.offsets.diff().tolist())
+        return torch.cat([one.score_T for one in self.made]) * copies._labelled_T
 
     def share(self, tensor):
         return tensor
@@ -230,11 +237,9 @@ def test_ranks_micro_batches_and_order_change_nothing():
 
 
 def test_a_read_without_memory_predicts_and_learns_nothing(monkeypatch):
-    """As in verl's bypass mode, where copies are rows and the read is a pass of ours."""
+    """As in verl's bypass mode, where the read is a pass of ours."""
     made, request = responses(0, 4), asked("oar_p", amortize={"share": 0.5, "units": 2}, replacement_token=1)
     monkeypatch.setattr(KnownHost, "read", lambda *_: False)
-    monkeypatch.setattr(KnownHost, "prefixes", False)
-    monkeypatch.delattr(KnownHost, "masked_copies")
     schedule, scored_B = Schedule(request.config), torch.full((4,), int(Status.SCORED))
     answer = schedule.run(KnownHost(made), request, packed_of(made), scored_B)
     assert {*answer.status_B.tolist()} == {Status.OUT_OF_MEMORY}

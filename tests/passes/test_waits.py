@@ -21,13 +21,13 @@ from oar_plugin.credit.importance import IMPORTANCES
 from oar_plugin.credit.probe import PROBES
 from oar_plugin.passes import rows as rows_module
 from oar_plugin.passes.gradient import MicroBatchPass, importance_of_scores
-from oar_plugin.passes.host import Work
-from oar_plugin.passes.plain import batch_importance, gradient_importance
+from oar_plugin.passes.host import MicroBatch, Work
+from oar_plugin.passes.plain import batch_importance
 from oar_plugin.passes.taps import to_device
 from oar_plugin.token_credit import TokenCredit
 from tests.asked import asked
 from tests.hosts.engine import world
-from tests.passes.batch import padded, random_model, rows_of
+from tests.passes.batch import gradient_pass, padded, random_model, rows_of
 
 DEVICE, CPU = torch.device("meta"), torch.device("cpu")
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "repeat_interleave", "bincount"}
@@ -137,8 +137,8 @@ def assert_no_wait(events):
 def test_a_gradient_pass_does_not_wait(models, name, probe):
     arguments = request_of(name, probe), *padded(rows_of(), left=True)
     with Pretended() as device:
-        got = gradient_importance(models[1], *arguments)
-    assert_close(got, gradient_importance(models[0], *arguments))
+        got = gradient_pass(models[1], *arguments)
+    assert_close(got, gradient_pass(models[0], *arguments))
     assert device.events.count("copy") == 2  # the model's inputs, and all indices
     assert_no_wait(device.events)
 
@@ -201,8 +201,12 @@ def test_verls_fsdp_engine_does_not_wait_around_a_forward_step(monkeypatch, mode
         engine._autocast_dtype, tokens, segments = torch.float32, *map(list, zip(*rows_of(), strict=True))
         data = TensorDict({"input_ids": nested(tokens), ROW: torch.arange(len(tokens))}, [len(tokens)])
         packed, request, found = packed_of(data, segments), request_of(name), []
-        begin = lambda rows, layout: MicroBatchPass(request, packed, layout)  # noqa: E731
-        engine._run(data, Work(request.forwards(), begin, lambda micro_batch, log_prob_T: found.append(micro_batch)))
+
+        def begin(rows, layout):
+            found.append(MicroBatchPass(request, packed, layout))
+            return MicroBatch(found[0].tap)
+
+        engine._run(data, Work(request.forwards(), begin))
         found[0].total(engine._sum_over_sharing_ranks)
         return importance_of_scores(request, packed, found[0].scores)
 

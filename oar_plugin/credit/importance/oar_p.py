@@ -4,7 +4,7 @@
 
 with `P^(t)` the outcome with token `t` replaced; for the probe `answer_joint` the drop of the answer's mean log-probability.
 One forward per reasoning token. `oar_plugin.credit.perturbation` lists the copies and makes importance of their scores; the
-actor (`oar_plugin.passes.masked_copies`) or the rollout engines run them.
+actor (`oar_plugin.passes.copies`) or the rollout engines run them.
 """
 
 import math

@@ -62,7 +62,7 @@ class OarFSDPMixin(ImportancePass):
             taps.tap = begun.tap(forward)
             result = step(device_batch, loss_function=loss_function, forward_only=forward_only)
         # verl has each token's log-prob at the token before.
-        work.end(begun, result[1]["model_output"]["log_probs"].values().roll(1))
+        begun.end(result[1]["model_output"]["log_probs"].values().roll(1))
         return result
 
     def _run(self, data: TensorDict, work: Work) -> None:
@@ -81,7 +81,7 @@ class OarFSDPMixin(ImportancePass):
                         taps.tap = begun.tap(forward)
                         with self._autocast():
                             self.module(**inputs, use_cache=False)
-                work.end(begun, None)
+                begun.end(None)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """What verl's `forward_step` runs the model in."""

@@ -215,8 +215,6 @@ def packed_of(data: TensorDict, segments: Sequence[Tensor]) -> Packed:
 class EngineBatch:
     """One batch of an engine: the `Host` of a step. `output`: of verl's `infer_batch`; None: not wanted."""
 
-    prefixes = False
-
     def __init__(self, engine: Any, data: TensorDict, request: Request) -> None:
         self.engine, self.data, self.request = engine, data, request
         self.device, self.gives_log_probs = torch.device(get_device_id()), not request.importance_only
@@ -241,9 +239,6 @@ class EngineBatch:
         data[ROW] = torch.arange(len(like))
         self.engine._run(data, work)
         self._count(begun)
-
-    def masked_copies(self, packed: Packed) -> Tensor:
-        raise NotImplementedError("copies are rows")
 
     def whole(self, count: int) -> int:
         """Dynamic micro-batches are as many as the largest rank needs, and no more than there are rows."""

@@ -62,7 +62,7 @@ class OarMegatronMixin(ImportancePass):
         offsets = data["input_ids"].offsets().tolist()
         log_prob_T = self._log_probs_everywhere(output.get("model_output", {}).get("log_probs"), offsets[-1]).roll(1)
         for rows, begun in schedules.begun.items():
-            work.end(begun, torch.cat([log_prob_T[offsets[row] : offsets[row + 1]] for row in rows]))
+            begun.end(torch.cat([log_prob_T[offsets[row] : offsets[row + 1]] for row in rows]))
         return output
 
     def _infer(self, data: TensorDict) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class OarMegatronMixin(ImportancePass):
                 with torch.set_grad_enabled(differentiates):
                     self.forward_backward_batch(data, None, forward_only=not differentiates)
         for begun in schedules.begun.values():
-            work.end(begun, None)
+            begun.end(None)
 
     @contextmanager
     def _running(self, work: Work) -> Iterator[_Schedules]:

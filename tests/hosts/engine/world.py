@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from oar_plugin.credit.answer import Segment, make_finder
 from oar_plugin.credit.noise import gaussian, position_seeds, response_seeds, signs
 from oar_plugin.credit.perturbation import importance_of_units, sample_replacements, units
 from oar_plugin.credit.regression import projected, token_features
-from oar_plugin.passes.masked_copies import Candidate
 
 MAX_RESPONSE_LENGTH = 40
 SIGMA = 1e-3
@@ -281,6 +281,20 @@ def ridge(
 
 
 # ---- importance from masked copies, a whole forward for each
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A response to score. Positions in a unit count from its start. `token_T`: with the prompt, to the answer's end."""
+
+    token_T: Tensor
+    prompt_length: int
+    answer_start: int  # index in `token_T`
+
+    @classmethod
+    def of(cls, token_T: Tensor, segments_L: Tensor) -> "Candidate":
+        prompt_length, answer = len(token_T) - len(segments_L), (segments_L == Segment.ANSWER).nonzero()[:, 0]
+        return cls(token_T[: prompt_length + int(answer[-1]) + 1], prompt_length, prompt_length + int(answer[0]))
 
 
 @cache

@@ -24,7 +24,6 @@ from oar_plugin.credit.probe import PROBES
 from oar_plugin.hosts.vllm.outcomes import MAX_REFERENCES, OutcomeSpec
 from oar_plugin.hosts.vllm.scorer import ResponseScorer, ScoringTask, numbers_of, tagged_request
 from oar_plugin.hosts.vllm.throttle import Throttle
-from oar_plugin.passes.masked_copies import Candidate
 from tests.hosts.engine import world
 from tests.hosts.engine.world import PAD
 from tests.limits import PROCESS_S
@@ -71,7 +70,7 @@ def right(plain):
 
     def check(task: ScoringTask, result: Any) -> Any:
         if (key := repr(task)) not in known:
-            candidate = Candidate(torch.tensor(task.token_ids), task.prompt_length, task.answer_start)
+            candidate = world.Candidate(torch.tensor(task.token_ids), task.prompt_length, task.answer_start)
             settings = task.probe, task.replacement_token, task.seed
             known[key] = world.copies_importance(plain, candidate, task.units, task.response_length, *settings)
         expected = known[key]
@@ -360,7 +359,9 @@ class TestOneRank(EitherRunner):
         states. Stock vLLM returns uninitialised memory in their place: numbers, no error."""
         key, salt, token_ids = uuid.uuid4().hex, uuid.uuid4().hex, tokens(21)
         copy = [PAD if i == PROMPT else t for i, t in enumerate(token_ids)]
-        (want,) = world.one_by_one(plain, Candidate(torch.tensor(token_ids), PROMPT, ANSWER), [(0,)], replacement=PAD)
+        (want,) = world.one_by_one(
+            plain, world.Candidate(torch.tensor(token_ids), PROMPT, ANSWER), [(0,)], replacement=PAD
+        )
 
         async def ask(token_ids, role, salt=salt, key=key, **kwargs):
             spec = OutcomeSpec(key, role, "answer_mean", ANSWER)
