@@ -79,7 +79,7 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
         from torch import OutOfMemoryError
 
         from oar_plugin.cli import score
-        from oar_plugin.runs.evaluate import EvaluationError
+        from oar_plugin.runs.evaluate.checkpoints import EvaluationError
 
         configs, as_recorded = score.configs_of(args.importance, settings), False
         header = header_for(configs, model=args.model)

@@ -13,8 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AliasPath, BaseModel, BeforeValidator, Field
 
 from oar_plugin.output import cause, write_whole
-from oar_plugin.runs.evaluate import EvaluationError
-from oar_plugin.runs.evaluate.checkpoints import fingerprint
+from oar_plugin.runs.evaluate.checkpoints import EvaluationError, fingerprint
 from oar_plugin.runs.math.sources import SOURCES, DataError, messages_of, rows_of, truth_of
 
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
