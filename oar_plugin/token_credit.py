@@ -113,16 +113,12 @@ class TokenCredit:
         self.tokenizer = tokenizer
         self._token_bytes = None if tokenizer is None else TokenBytes(tokenizer)
         self._eos_token_ids = set() if tokenizer is None else end_of_sequence_tokens(tokenizer, generation_config)
-        self.watch = Watch(self.config.fallback_warning)
+        self.watch, self.schedule = Watch(self.config.fallback_warning), Schedule(self.config)
         self._replacement = replacement_token(self.config, padding or tokenizer)
         if tokenizer and (ends := replacement_fault(self._replacement, tokenizer, self._eos_token_ids)):
             warn_once("%s.perturbation.replacement=pad: %s", prefix, ends)
         config = self.config.dump
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        return Schedule(self.config)
 
     def request(
         self, step: int, max_response_length: int | None = None, temperature: float = 1.0, max_length: int | None = None
