@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.functional_validators import AfterValidator
 
 from oar_plugin.credit.answer import make_finder
@@ -24,6 +24,8 @@ SHARE, UNITS = 0.025, 8
 """`auto` of `amortize`, for 1,024 responses of which 60 % need credit about 123 labels a step (`docs/amortized.md`)."""
 PUBLISHED = "importance=oar_g, gate=bi_level, warmup_steps=20"  # what verl's preset `published` changes of the defaults
 _Pattern = Annotated[str, AfterValidator(lambda pattern: make_finder((pattern,)) and pattern)]
+_ImportanceName = Annotated[str, AfterValidator(lambda name: _known_importance(name) and name)]
+_GateName = Annotated[str, AfterValidator(lambda name: gate_of(name) and name)]
 
 BaseEstimator = Literal["grpo", "rloo", "reinforce_plus_plus_baseline", "opo"]
 
@@ -120,7 +122,7 @@ def unknown_key(path: Sequence[str], prefix: str = PREFIX) -> str | None:
 class OarConfig(_Settings):
     """The settings of `algorithm.oar`. `OarConfig.parse` builds it and explains faults."""
 
-    importance: str = Field(
+    importance: _ImportanceName = Field(
         "oar_p",
         description="How a token's importance is computed. "
         + " ".join(f"{name}: {importance.help}" for name, importance in IMPORTANCES.items())
@@ -142,7 +144,7 @@ class OarConfig(_Settings):
     max_answer_tokens: int = Field(1024, ge=1)
     """A response with a longer answer falls back to GRPO (fallback/answer_too_long): a pattern that matches half of a response
     has not matched an answer, and a masked copy holds the logits of the whole answer."""
-    gate: str = "two_level"
+    gate: _GateName = "two_level"
     """How importance becomes weights, which are then scaled to average 1. two_level: 1 + beta above the quantile, 1 below.
     bi_level: the paper's gate; the further a token is above or below the quantile, the more it is boosted or damped. top_only:
     0 below the quantile, equal weights above (with entropy: the 80/20 rule). z_score: GRAIL's; standardized logarithm of the
@@ -191,7 +193,7 @@ class OarConfig(_Settings):
         groups = {name: dict(given.get(name, {})) for name in names}
         try:
             copies = importance_of(given.get("importance", cls.model_fields["importance"].default)).copies
-        except ValueError:  # `_exists` says why
+        except ValueError:  # the field says why
             copies = False
         amortize, offloads = groups["amortize"], groups["perturbation"].get("backend") == "rollout"
         if amortize.get("share", "auto") == "auto":
@@ -229,12 +231,6 @@ class OarConfig(_Settings):
         if name == "gae":
             fault = "a critic already gives each token its own advantage, which OAR's weights would distort"
             raise ValueError(f"{fault}; allowed: {', '.join(get_args(BaseEstimator))}")
-        return name
-
-    @field_validator("importance", "gate")
-    @classmethod
-    def _exists(cls, name: str, info: ValidationInfo) -> str:
-        (_known_importance if info.field_name == "importance" else gate_of)(name)
         return name
 
     @property

@@ -209,8 +209,7 @@ def reshape(advantages: Tensor | Sequence[float], credit: Credit, **settings: An
         raise OarConfigError(f"oar_plugin.reshape.{made_before[0]}: {fault}; allowed here: {', '.join(GATE_SETTINGS)}")
     advantage_BL = torch.as_tensor(advantages, dtype=torch.float32).cpu()
     rows, tokens = (len(credit.status),), tuple(credit.importance.shape)
-    fits = advantage_BL.shape in (rows, tokens)
-    _check(fits, _shape("advantages", advantage_BL), f"must be {rows} or {tokens}")
+    _check(advantage_BL.shape in (rows, tokens), _shape("advantages", advantage_BL), f"must be {rows} or {tokens}")
     if advantage_BL.dim() == 1:
         advantage_BL = advantage_BL[:, None].expand_as(credit.importance)
     config = OarConfig.parse(credit.config.model_dump() | settings, "oar_plugin.reshape")

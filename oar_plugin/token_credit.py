@@ -111,27 +111,17 @@ class TokenCredit:
             fault = "there are no rollout engines here; allowed: actor"
             raise OarConfigError(f"{prefix}.perturbation.backend=rollout: {fault}")
         self.tokenizer = tokenizer
-        self._token_bytes, self._eos_token_ids = None, set[int]()
-        if tokenizer is not None:
-            self._token_bytes = TokenBytes(tokenizer)
-            self._eos_token_ids = end_of_sequence_tokens(tokenizer, generation_config)
-        self.watch = Watch(self.config.fallback_warning)
+        self._token_bytes = None if tokenizer is None else TokenBytes(tokenizer)
+        self._eos_token_ids = set() if tokenizer is None else end_of_sequence_tokens(tokenizer, generation_config)
+        self.watch, self.schedule = Watch(self.config.fallback_warning), Schedule(self.config)
         self._replacement = replacement_token(self.config, padding or tokenizer)
         if tokenizer and (ends := replacement_fault(self._replacement, tokenizer, self._eos_token_ids)):
             warn_once("%s.perturbation.replacement=pad: %s", prefix, ends)
         config = self.config.dump
         self.dumps = Dumps(config if home is not None else config.model_copy(update={"dir": None}), home or "", prefix)
 
-    @cached_property
-    def schedule(self) -> Schedule:
-        return Schedule(self.config)
-
     def request(
-        self,
-        step: int,
-        max_response_length: int | None = None,
-        temperature: float = 1.0,
-        max_length: int | None = None,
+        self, step: int, max_response_length: int | None = None, temperature: float = 1.0, max_length: int | None = None
     ) -> Request:
         """Returns the request for training step `step` (from 1): what to compute, and how.
 
@@ -260,7 +250,7 @@ class TokenCredit:
     def header(self, **versions: str) -> Header:
         """Returns `header_for` with the name of the run, and with the model that the tokenizer was loaded from."""
         model = str(getattr(self.tokenizer, "name_or_path", ""))
-        return header_for(self.config, None, run=self.dumps.run, model=model, **versions)
+        return header_for([self.config], run=self.dumps.run, model=model, **versions)
 
     def dump(
         self,

@@ -16,8 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from oar_plugin.cli.main import main
 from oar_plugin.output import write_whole
 from oar_plugin.page.dumps import Dumps
-from oar_plugin.runs.evaluate import EvaluationError
-from oar_plugin.runs.evaluate.checkpoints import find
+from oar_plugin.runs.evaluate.checkpoints import EvaluationError, find
 from oar_plugin.runs.math.answer import _parse, final_answer
 from oar_plugin.runs.math.sources import DataError, load
 from oar_plugin.runs.run_folder import RunRefused, record_of

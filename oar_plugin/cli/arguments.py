@@ -29,14 +29,12 @@ def missing_package(command: str, *modules: str | None) -> int:
 
 
 def whole(text: str, least: int = 0) -> int:
-    """A whole number, at least 0."""
     if int(text) < least:
         raise argparse.ArgumentTypeError(f"{text}: at least {least}")
     return int(text)
 
 
 def positive(text: str) -> int:
-    """A whole number, at least 1."""
     return whole(text, least=1)
 
 
@@ -48,7 +46,6 @@ def number(text: str, most: float = sys.float_info.max) -> float:
 
 
 def share(text: str) -> float:
-    """A number above 0, at most 1."""
     return number(text, most=1)
 
 

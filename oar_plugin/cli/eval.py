@@ -8,8 +8,7 @@ from pathlib import Path
 
 from oar_plugin.cli.arguments import listed, missing_package, positive, share, whole
 from oar_plugin.output import say, write_whole
-from oar_plugin.runs.evaluate import EvaluationError
-from oar_plugin.runs.evaluate.checkpoints import find
+from oar_plugin.runs.evaluate.checkpoints import EvaluationError, find
 from oar_plugin.runs.math.sources import DataError, data_folder
 
 _HELP = """\

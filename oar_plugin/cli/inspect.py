@@ -79,11 +79,10 @@ def _show(args: argparse.Namespace, places: list[Path], settings: list[str]) -> 
         from torch import OutOfMemoryError
 
         from oar_plugin.cli import score
-        from oar_plugin.runs.evaluate import EvaluationError
+        from oar_plugin.runs.evaluate.checkpoints import EvaluationError
 
         configs, as_recorded = score.configs_of(args.importance, settings), False
-        scales = {one.name: one.arbitrary_scale for one in (config.importance_object for config in configs)}
-        header = header_for(configs[0], scales, model=args.model)
+        header = header_for(configs, model=args.model)
         try:
             responses = list(score.scored(places, args.model, configs))
         except (EvaluationError, ImportError, OutOfMemoryError) as error:

@@ -20,8 +20,7 @@ from oar_plugin.front_door import importance
 from oar_plugin.output import say
 from oar_plugin.page.record import Response
 from oar_plugin.passes.tokens import TokenBytes
-from oar_plugin.runs.evaluate import EvaluationError
-from oar_plugin.runs.evaluate.checkpoints import find
+from oar_plugin.runs.evaluate.checkpoints import EvaluationError, find
 from oar_plugin.runs.math.sources import messages_of, rows_of, truth_of
 
 _Prompt = Annotated[str | list[Any], BeforeValidator(lambda it: messages_of(it) if isinstance(it, list | dict) else it)]

@@ -118,16 +118,15 @@ def parse_header(line: str) -> Header:
     return made
 
 
-def header_for(
-    config: "OarConfig", scales: Mapping[str, bool] | None = None, *, run: str = "", model: str = "", **versions: str
-) -> Header:
-    """Returns the header of responses with these settings. `scales` is `Header.arbitrary_scale`, by default that of the
-    importances in the settings. `versions` are added to those of the installed `PACKAGES`.
+def header_for(configs: "Sequence[OarConfig]", *, run: str = "", model: str = "", **versions: str) -> Header:
+    """Returns the header of responses with the importances of `configs` and the other settings of the first of them.
+
+    `versions` are added to those of the installed `PACKAGES`.
     """
     from oar_plugin.credit.importance import importance_of  # imports torch
 
-    importances = {config.importance_object, importance_of(config.actor_importance or config.importance)}
-    scales = {one.name: one.arbitrary_scale for one in importances} if scales is None else scales
+    config, names = configs[0], [name for one in configs for name in (one.importance, one.actor_importance) if name]
+    scales = {one.name: one.arbitrary_scale for one in map(importance_of, names)}
     installed = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}
     versions |= {name: package.version for name, package in installed.items() if package}
     return Header(versions, config.model_dump(mode="json") | {"tau": config.quantile}, scales, run=run, model=model)

@@ -21,7 +21,6 @@ import yaml
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, flag_override
-from pydantic import BaseModel
 
 from oar_plugin.config import GROUPS, LEFT_DEFAULTS, PREFIX, OarConfig
 from oar_plugin.hosts.verl.settings import draw_seed
@@ -32,15 +31,10 @@ START = "OAR_START"  # environment variable: `resume` continues a run whose sett
 RECORD, LOCK = "run.yaml", "run.lock"
 PLACES = ("OAR_DATA", "OAR_CHECKPOINTS", "OAR_SMOKE")
 """Environment variables that hold folders of one machine. Recorded settings contain `$NAME` instead of the value."""
-_MODELS: dict[tuple[str, ...], type[BaseModel]] = {
-    (): OarConfig,
-    **{(group,): model for group, model in GROUPS.items()},
-}
 _IGNORED = yaml.safe_load(Path(__file__).with_name("ignored_keys.yaml").read_text(encoding="utf-8"))
-_FIELDS = {
-    ".".join([*path, key]): field.default for path, of in _MODELS.items() for key, field in of.model_fields.items()
-}
-_OARS = {**_FIELDS, **{group: {} for group in GROUPS}, **LEFT_DEFAULTS}
+_OARS = {key: field.default for key, field in OarConfig.model_fields.items()} | LEFT_DEFAULTS
+for _group, _model in GROUPS.items():
+    _OARS |= {_group: {}, **{f"{_group}.{key}": field.default for key, field in _model.model_fields.items()}}
 _DEFAULTS: dict[str, Any] = {PREFIX: {}, **{f"{PREFIX}.{key}": value for key, value in _OARS.items()}}
 """What a key of OAR's settings is where it is missing: another version recorded the run, and keys leave and are added."""
 _BEFORE = {"amortize.share": None, "amortize.units": None, "perturbation.replacement": "pad"}

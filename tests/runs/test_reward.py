@@ -15,8 +15,7 @@ import pytest
 from oar_plugin.output import INSTALL
 from oar_plugin.runs import reward
 from oar_plugin.runs.math.answer import final_answer
-from oar_plugin.runs.reward import compute_score
-from oar_plugin.runs.turns import own_turns
+from oar_plugin.runs.reward import compute_score, own_turns
 from tests.real_data import MATH_RESPONSES, read_lines
 
 TURNS = json.loads(Path(__file__).with_name("rows.json").read_text("utf-8"))["turns"]

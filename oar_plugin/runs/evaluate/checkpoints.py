@@ -9,10 +9,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from oar_plugin.runs.evaluate import EvaluationError
 from oar_plugin.runs.hub import WEIGHTS, NotOnHub, cached
 
 MERGED = "merged"  # folder for merged weights, next to a verl checkpoint's shards
+
+
+class EvaluationError(Exception):
+    """An evaluation cannot continue. The message says what to do."""
 
 
 def find(text: str, say: Callable[[str], None]) -> str:

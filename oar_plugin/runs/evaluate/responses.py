@@ -13,8 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AliasPath, BaseModel, BeforeValidator, Field
 
 from oar_plugin.output import cause, write_whole
-from oar_plugin.runs.evaluate import EvaluationError
-from oar_plugin.runs.evaluate.checkpoints import fingerprint
+from oar_plugin.runs.evaluate.checkpoints import EvaluationError, fingerprint
 from oar_plugin.runs.math.sources import SOURCES, DataError, messages_of, rows_of, truth_of
 
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
@@ -55,9 +54,8 @@ def read_problems(name: str, folder: Path, limit: int | None) -> ProblemSet:
 def responses_of(
     model: str, problems: ProblemSet, sampling: Mapping[str, float], k: int, tensor_parallel: int, folder: Path
 ) -> list[list[str]]:
-    """Return k responses to each problem. They are generated if `folder` has no file for these weights and settings.
-
-    `sampling` has temperature, top_p, max_tokens and seed. Raise EvaluationError if vLLM fails, or if the file is damaged.
+    """Return k responses to each problem: of `folder`, or generated if it has no file for these weights and settings. Raise
+    EvaluationError if vLLM fails, or if the file is damaged.
     """
     made_with = json.dumps([model, fingerprint(model), problems, sampling, k])
     file = folder / f"{problems.name}-{hashlib.sha256(made_with.encode()).hexdigest()[:12]}.jsonl"

@@ -56,9 +56,9 @@ class Run(NamedTuple):
 
 
 def plan_runs(recipe: Path, variants: list[str], seeds: Sequence[int | None], overrides: Sequence[str]) -> list[Run]:
-    """Return one run for every combination of variant and seed. A seed of None is the recipe's own.
+    """Return one run for every combination of variant and seed; None is the recipe's own seed.
 
-    Of several variants, GRPO's does not get overrides of OAR's keys. RecipeError: two runs have one folder, or one is wrong.
+    RecipeError: two runs have one folder, or one is wrong.
     """
     runs: dict[Path, Run] = {}
     for variant, seed in itertools.product(variants, seeds):
@@ -111,10 +111,7 @@ def sees_files(on: str, options: Mapping[str, Any]) -> bool:
 
 
 def job_of(run: Run, recipe: Path, on: str, options: Mapping[str, Any], environment: Mapping[str, str]) -> Job:
-    """Return the job that starts a run on `local`, `ray` or a key of `SUBMIT`. Raise ValueError if it cannot start there.
-
-    `recipe` is the recipe's folder on this machine, `options` are those of `oar launch`, `environment` is for every node.
-    """
+    """Return the job that starts a run on `local`, `ray` or a key of `SUBMIT`. Raise ValueError if it cannot start there."""
     there = options["recipe_on_nodes"] or recipe
     values = template_values(run.config, there, run.variant, run.overrides)
     nodes, gpus = values["nodes"], values["gpus_per_node"]

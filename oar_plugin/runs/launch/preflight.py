@@ -80,10 +80,7 @@ def _examine_plan(config: DictConfig, gpu: Gpu) -> tuple[Plan | None, Finding]:
 
 
 def gpu_of_run(name: str | None, local: bool) -> Gpu:
-    """Return the GPU to plan for: the named one, else for a local run the one of this machine, else H100-80.
-
-    The GPU of this machine has its real memory, and the speed of the planner's GPU with the most similar one.
-    """
+    """Return the named GPU, else for a local run this machine's, with the speed of the most similar known one, else H100-80."""
     import torch
 
     from oar_plugin.runs.plan.known import GIB, GPUS, choose_gpu

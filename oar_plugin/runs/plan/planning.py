@@ -284,12 +284,8 @@ def trainer_passes(p: Plan) -> dict[str, tuple[float, float, int, int]]:
         labels = p.computed * (oar.amortize.units or p.reasoning)
         added = p.computed * added + 2 * (p.reasoning * p.model.hidden_size * COLUMNS + labels * FEATURES**2)
     if added:
-        passes[IMPORTANCE] = (
-            p.sequences * p.scored_share * added,
-            p.scored_share * p.computed,
-            oar.forwards,
-            oar.backwards,
-        )
+        share = p.scored_share * p.computed
+        passes[IMPORTANCE] = p.sequences * p.scored_share * added, share, oar.forwards, oar.backwards
     return passes
 
 

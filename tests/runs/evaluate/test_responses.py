@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oar_plugin.runs.evaluate import EvaluationError, responses
+from oar_plugin.runs.evaluate import responses
+from oar_plugin.runs.evaluate.checkpoints import EvaluationError
 from oar_plugin.runs.evaluate.responses import ProblemSet, read_problems, responses_of
 
 CASES = json.loads((Path(__file__).parents[1] / "rows.json").read_text("utf-8"))
