@@ -106,10 +106,10 @@ def draw_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], file: Path) 
                 points = points[1:]  # the first step still imports
             if points:
                 axes.plot(*zip(*points, strict=True), label=method.upper())
-            if names == ("oar/amortize/explained",):
-                if control := [(row["step"], row[BY_POSITION]) for row in rows if BY_POSITION in row]:
-                    axes.plot(*zip(*control, strict=True), "--", label="position and probability alone")
-                    axes.legend()
+            control = [(row["step"], row[BY_POSITION]) for row in rows if BY_POSITION in row]
+            if control and names == ("oar/amortize/explained",):
+                axes.plot(*zip(*control, strict=True), "--", label="position and probability alone")
+                axes.legend()
         axes.set_title(title, fontsize="medium")
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
