@@ -38,7 +38,6 @@ ROWS = range(len(world.ROWS))
 
 
 def shown():
-    """The functions of the document's code."""
     names: dict[str, Any] = {}
     exec("\n".join(BLOCKS), names)
     return SimpleNamespace(**{name: names[name] for name in ("start", "credited")})
@@ -74,7 +73,6 @@ def asked(monkeypatch):
 
 
 def reshaped(model, batch, home, step=1, **settings):
-    """Advantages and metrics of a step of the host."""
     credit = shown().start(SETTINGS | settings, model, world.make_tokenizer(), home)
     return shown().credited(credit, model, batch, step, world.MAX_RESPONSE_LENGTH)
 
@@ -146,6 +144,10 @@ def test_its_dump_and_the_terminal_say_which_responses_were_predicted(model, tmp
     assert [uid for uid in predicted if any(f"{uid}  scored  fisher, predicted" in head for head in heads)] == predicted
 
 
+def test_two_responses_with_one_id_are_counted(model, tmp_path):
+    assert reshaped(model, batch_of() | {"ids": [0 for _ in ROWS]}, tmp_path)[1]["oar/dump_failed"] == 1
+
+
 @pytest.mark.parametrize(
     ("where", "name", "fault"),
     [
@@ -153,7 +155,6 @@ def test_its_dump_and_the_terminal_say_which_responses_were_predicted(model, tmp
         (token_credit, "choose", KeyError("a mistake of ours")),
         (TokenCredit, "record", KeyError("a mistake of ours")),
         (None, "rewards", None),
-        (None, "ids", [0 for _ in ROWS]),  # two responses with one id
     ],
 )
 def test_a_dump_that_fails_is_counted_changes_no_number_and_leaves_no_file(

@@ -98,15 +98,6 @@ def test_few_tokens_are_computed_that_the_prefix_has(llama, candidate, max_token
     assert (forwards < 45) == (copies.tokens > needed) == (max_tokens > 1)
 
 
-@pytest.fixture
-def calls(llama):
-    """One for each forward."""
-    made = []
-    handle = llama.register_forward_hook(lambda *args: made.append(1))
-    yield made
-    handle.remove()
-
-
 @pytest.mark.parametrize(("max_tokens", "chunk"), [(1, 3), (10_000, 256)])
 def test_sampled_replacements_come_from_the_models_own_prediction(monkeypatch, llama, candidate, max_tokens, chunk):
     monkeypatch.setattr(rows, "CHUNK", chunk)
@@ -156,9 +147,9 @@ def test_importance_equals_single_copies(llama, span, max_tokens):
 
 
 @pytest.mark.parametrize(("mine", "max_tokens"), [({}, 1), ({8}, 1), ({3, 8}, 1), ({3, 8}, 60), ({3, 8}, 10_000)])
-def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, mine, max_tokens):
+def test_every_process_makes_as_many_forwards_as_the_busiest(llama, mine, max_tokens):
     """Under FSDP: a process without responses idles, and idling changes no number."""
-    most, asked = 40, []
+    most, asked, calls = 40, [], []
 
     def max_over_ranks(forwards):
         asked.append(forwards)
@@ -167,8 +158,9 @@ def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, mine,
     wanted = {row: RESPONSES[row] for row in mine}
     copies = copies_of(llama, max_tokens)
     alone = copies.importance(wanted, int)
-    calls.clear()
+    hook = llama.register_forward_hook(lambda *_: calls.append(1))
     got = copies.importance(wanted, max_over_ranks)
+    hook.remove()
     (forwards,) = asked
     assert len(calls) == max(most, forwards)
     assert got.keys() == alone.keys()
