@@ -21,7 +21,6 @@ GRPO = {"bench/oar": 0.0}
 
 
 def step_of(more, seconds=10.0):
-    """The study's figures of a step that verl's file logger wrote."""
     timing = {"gen": 4.0, "old_log_prob": 2.0, "adv": 0.5, "update_actor": 2.5, "update_weights": 0.75, "step": seconds}
     timing = {f"timing_s/{name}": value for name, value in timing.items()}
     return run.parse_step({"step": 3, **timing, **WORK, **more}, "run 1 of 1")

@@ -21,14 +21,6 @@ class OutOfMemory(Fisher):
         return super().coefficients(number, rows)
 
 
-class NotFinite(Fisher):
-    name = "not_finite"
-    help = "NaN for every token of the batch, and not in the trial at the start."
-
-    def combine(self, parts):
-        return super().combine(parts) * (1.0 if parts.reasoning_BL.shape == (3, 4) else float("nan"))
-
-
 class Raises(Fisher):
     name = "raises"
     help = "Raises in training, and not in the trial at the start."
@@ -51,5 +43,4 @@ def sometimes(fault):
 
 raises = sometimes(lambda: 1 / 0)
 not_a_number = sometimes(lambda: {"score": float("nan"), "acc": 0.0})
-infinite = sometimes(lambda: {"score": float("inf"), "acc": 0.0})
 a_string = sometimes(lambda: "right")
