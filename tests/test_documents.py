@@ -47,7 +47,7 @@ def test_default_yaml_is_made_from_the_configuration():
     assert FILE.read_text() == MADE, "python -m tests.default_yaml"
 
 
-def test_tables_of_settings_have_every_key_with_its_default():
+def test_tables_of_settings_have_every_key_with_its_default_and_name_every_importance_and_gate():
     own = {name: shown(field.default) for name, field in OarConfig.model_fields.items() if name not in GROUPS}
     assert table("docs/settings.md", "| key | default | meaning |") == own | {f"{name}.*": "" for name in GROUPS}
     for name, group in GROUPS.items():
@@ -56,9 +56,6 @@ def test_tables_of_settings_have_every_key_with_its_default():
     four = table("README.md", "| key | default | |")
     assert four
     assert four.items() <= own.items()
-
-
-def test_the_settings_name_every_importance_and_gate():
     rows = {line.split("`")[1]: line for line in SETTINGS.splitlines() if line.startswith("| `")}
     for key, names in (("importance", IMPORTANCES), ("gate", GATES)):
         assert [name for name in names if f"`{name}`" not in rows[key]] == []

@@ -4,7 +4,7 @@ import runpy
 
 import pytest
 
-pytest.importorskip("verl")  # the table of faults is made of the faults' own cases
+pytest.importorskip("verl")  # plans of recipes are composed of its own configuration
 
 from benchmarks.language import smollm2
 from docs.figures import ROOT, documents, written

@@ -17,7 +17,6 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.credit.noise import step_seed
 from oar_plugin.passes import prediction
-from tests.asked import GONE
 from tests.hosts.engine import world
 from tests.passes.batch import error, padded, rows_of, unpadded
 
@@ -216,16 +215,12 @@ TEXTS = {"prompts": ["a"], "responses": ["b"], "tokenizer": TOKENIZER}
         (TEXTS | {"temperature": 0}, "temperature=0: must be above 0"),
         (TEXTS | {"prompts": {"input_ids": [[1, 2]]}}, "prompts={.*a tokenizer's output with its attention_mask"),
         ({"seed": None}, "seed=None: .*null is for verl only"),
+        (TEXTS | {"model": "gpt2"}, "model='gpt2': give the loaded model"),
     ],
 )
 def test_what_is_missing_or_wrong_is_said(model, arguments, message):
     with pytest.raises(ValueError, match=message):
-        oar_plugin.importance(model, **arguments)
-
-
-def test_a_models_name_is_no_model():
-    with pytest.raises(ValueError, match="model='gpt2': give the loaded model"):
-        oar_plugin.importance("gpt2", **TEXTS)
+        oar_plugin.importance(**{"model": model} | arguments)
 
 
 def test_inference_mode_changes_nothing(model):
@@ -264,16 +259,9 @@ def test_advantages_of_another_shape_and_settings_of_importance_are_refused(mode
     for wrong in ([1.0], torch.ones(len(RESPONSES), 1), torch.tensor(1.0)):
         with pytest.raises(ValueError, match=r"advantages of shape .*: must be \(4,\) or \(4, "):
             oar_plugin.reshape(wrong, credit)
-    with pytest.raises(OarConfigError, match=r"oar_plugin.reshape.num_draws: .*allowed here: gate, tau, beta, floor"):
-        oar_plugin.reshape(torch.ones(len(RESPONSES)), credit, num_draws=2)
-    with pytest.raises(OarConfigError, match=r"oar_plugin.reshape.perturbation.span: .*allowed here: gate, tau"):
-        oar_plugin.reshape(torch.ones(len(RESPONSES)), credit, **{"perturbation.span": 2})
-
-
-@pytest.mark.parametrize("given", GONE)
-def test_what_left_is_refused_with_what_to_write_instead(model, given):
-    with pytest.raises(OarConfigError, match=r"oar_plugin\.importance\..*: was removed in oar_plugin 0\.4\.0: "):
-        credit_of(model, **given)
+    for key in ("num_draws", "perturbation.span"):
+        with pytest.raises(OarConfigError, match=rf"oar_plugin.reshape.{key}: .*allowed here: gate, tau, beta, floor"):
+            oar_plugin.reshape(torch.ones(len(RESPONSES)), credit, **{key: 2})
 
 
 def test_a_result_has_what_was_learned_for_the_next_call(model, monkeypatch, caplog):

@@ -88,7 +88,6 @@ def test_a_model_folders_code_and_pickles_do_not_run(carrier, model_folder, tmp_
 
 
 def sharded(folder, model_folder, content):
-    """Write a checkpoint of verl with one shard."""
     pytest.importorskip("verl")
     actor = folder / "global_step_1" / "actor"
     shutil.copytree(model_folder, actor / "huggingface", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -98,7 +97,6 @@ def sharded(folder, model_folder, content):
 
 @pytest.fixture
 def mesh():
-    """A device mesh of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
     dist.destroy_process_group()

@@ -38,7 +38,6 @@ ROWS = range(len(world.ROWS))
 
 
 def shown():
-    """The functions of the document's code."""
     names: dict[str, Any] = {}
     exec("\n".join(BLOCKS), names)
     return SimpleNamespace(**{name: names[name] for name in ("start", "credited")})
@@ -74,7 +73,6 @@ def asked(monkeypatch):
 
 
 def reshaped(model, batch, home, step=1, **settings):
-    """Advantages and metrics of a step of the host."""
     credit = shown().start(SETTINGS | settings, model, world.make_tokenizer(), home)
     return shown().credited(credit, model, batch, step, world.MAX_RESPONSE_LENGTH)
 
@@ -132,10 +130,6 @@ def test_ids_groups_and_rewards_of_its_dump_may_be_any_numbers(model, tmp_path, 
     assert [(one.group, one.uid, one.reward) for one in read(tmp_path)[1]] == want
 
 
-def test_two_responses_with_one_id_are_counted(model, tmp_path):
-    assert reshaped(model, batch_of() | {"ids": [0 for _ in ROWS]}, tmp_path)[1]["oar/dump_failed"] == 1
-
-
 def test_its_dump_and_the_terminal_say_which_responses_were_predicted(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prediction, "ENOUGH", world.ENOUGH)
     settings = SETTINGS | {"importance": "fisher", "amortize.share": 0.5}
@@ -150,6 +144,10 @@ def test_its_dump_and_the_terminal_say_which_responses_were_predicted(model, tmp
     assert [uid for uid in predicted if any(f"{uid}  scored  fisher, predicted" in head for head in heads)] == predicted
 
 
+def test_two_responses_with_one_id_are_counted(model, tmp_path):
+    assert reshaped(model, batch_of() | {"ids": [0 for _ in ROWS]}, tmp_path)[1]["oar/dump_failed"] == 1
+
+
 @pytest.mark.parametrize(
     ("where", "name", "fault"),
     [
@@ -159,14 +157,18 @@ def test_its_dump_and_the_terminal_say_which_responses_were_predicted(model, tmp
         (None, "rewards", None),
     ],
 )
-def test_a_dump_that_fails_is_counted_and_leaves_no_file(model, tmp_path, monkeypatch, where, name, fault):
+def test_a_dump_that_fails_is_counted_changes_no_number_and_leaves_no_file(
+    model, tmp_path, monkeypatch, where, name, fault
+):
     batch = batch_of()
+    want = reshaped(model, batch, tmp_path / "undisturbed")[0]
     if where is None:
         batch[name] = fault
     else:
         monkeypatch.setattr(where, name, mock.Mock(side_effect=fault))
     got, metrics = reshaped(model, batch, tmp_path)
     assert metrics["oar/dump_failed"] == 1
+    assert torch.equal(got, want)
     assert not torch.equal(got, batch["advantages"])
     assert not list((tmp_path / "credit").iterdir())
 

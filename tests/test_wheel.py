@@ -47,13 +47,7 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wheel(built):
-    return built["oar_plugin.whl"]
-
-
-@pytest.fixture(scope="module")
 def oar(built, tmp_path_factory):
-    """Calls the installed `oar`, in an empty folder."""
     environment, folder = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("empty")
     run([sys.executable, "-m", "venv", "--without-pip", environment], folder)
     python, wheels = environment / "bin" / "python", [built[f"{name}.whl"] for name in ("oar_plugin", "verl_cpu")]
@@ -72,8 +66,8 @@ def oar(built, tmp_path_factory):
     return call
 
 
-def test_it_holds_the_package_and_the_recipes_alone(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
+def test_it_holds_the_package_and_the_recipes_alone(built):
+    names = zipfile.ZipFile(built["oar_plugin.whl"]).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"oar_plugin"}
     recipes = {path.parent.name for path in CHECKOUT.glob("recipes/*/recipe.yaml")}
     wanted = {

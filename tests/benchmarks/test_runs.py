@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.language import smollm2, tasks
+from benchmarks.language import tasks
 from benchmarks.language.problems import solved_sum
 from benchmarks.real import study as real
 from benchmarks.real.study import COLUMNS, PARTS, REWARD, VALIDATION
@@ -21,7 +21,6 @@ GRPO = {"bench/oar": 0.0}
 
 
 def step_of(more, seconds=10.0):
-    """The study's figures of a step that verl's file logger wrote."""
     timing = {"gen": 4.0, "old_log_prob": 2.0, "adv": 0.5, "update_actor": 2.5, "update_weights": 0.75, "step": seconds}
     timing = {f"timing_s/{name}": value for name, value in timing.items()}
     return run.parse_step({"step": 3, **timing, **WORK, **more}, "run 1 of 1")
@@ -104,18 +103,3 @@ def test_the_page_has_differences_by_pair_and_seconds_without_the_first_step(tmp
     assert pairs["reward, all steps"] == ["2", "0.400", "0.500", "+0.100"]
     assert json.loads(report.to_json())["runs"]["runs"][0][REWARD] == [None, 0.2, 0.4, 0.6]
     assert {path.name for path in report.write(tmp_path)} == {"real_cpu.md", "real_cpu.json", "real_cpu.png"}
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.timeout(2400)
-@pytest.mark.skipif(smollm2.missing() is not None, reason=str(smollm2.missing()))
-def test_a_real_pair(tmp_path):
-    """The same command a second time only reads what the first has left."""
-    pytest.importorskip("vllm")
-    small = "--pairs 1 --steps 1 --prompts 2 --n 2 --test-problems 2"
-    for _ in range(2):
-        assert main(["real", *small.split(), "--folder", str(tmp_path / "runs"), "--out", str(tmp_path)]) == 0
-    for one in json.loads((tmp_path / "real_cpu.json").read_text())["runs"]["runs"]:
-        assert [value is None for value in one[REWARD]] == [True, False], "step 0 is validation alone"
-        assert None not in one[VALIDATION]

@@ -42,11 +42,14 @@ def environment(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("where", [["--on", "slurm"], ["--on", "ray", "--hosts", "a,b,c,d"]])
-def test_a_dry_run_prints_a_script_and_needs_no_cluster(where, capsys, environment, tmp_path):
+def test_a_dry_run_prints_a_script_and_needs_no_cluster(where, capsys, environment, monkeypatch, tmp_path):
+    """Nodes of a verl that does not look for plugins import ours."""
+    monkeypatch.setattr(capabilities, "external_modules", lambda: {capabilities.EXTERNAL_MODULES: "mine,ours"})
     environment |= {"PATH": "/bin", "NCCL_DEBUG": "it's"}
     assert main(["launch", FOUR, *where, "--dry-run", "trainer.experiment_name='a b'", "--resume"]) == 0
     said = capsys.readouterr()
-    parts = ("export NCCL_DEBUG='it'\"'\"'s'", "bin/activate", "export OAR_START=resume")
+    parts = ["export NCCL_DEBUG='it'\"'\"'s'", "bin/activate", "export OAR_START=resume"]
+    parts.append(f"export {capabilities.EXTERNAL_MODULES}=mine,ours")
     assert [part for part in parts if part not in said.out] == []
     assert "4 nodes with 8 GPUs, checkpoints in /shared/c/oar/a b" in said.err
     assert not list(tmp_path.iterdir())
@@ -146,12 +149,6 @@ def test_a_run_on_the_cpus_of_one_machine_listens_on_its_loopback(where, alone, 
     said = capsys.readouterr().out
     assert [name in said for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0", "GLOO_SOCKET_IFNAME=lo")] == [alone] * 2
     assert "RAY_USAGE_STATS_ENABLED=0" in said
-
-
-def test_nodes_of_a_verl_that_does_not_look_for_plugins_import_ours(capsys, monkeypatch):
-    monkeypatch.setattr(capabilities, "external_modules", lambda: {capabilities.EXTERNAL_MODULES: "mine,ours"})
-    assert main(["launch", FOUR, "--on", "slurm", "--dry-run"]) == 0
-    assert f"export {capabilities.EXTERNAL_MODULES}=mine,ours" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

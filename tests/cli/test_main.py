@@ -46,20 +46,16 @@ def test_without_a_command_the_help_is_printed(capsys):
 # ---- oar recipes
 
 
-def test_it_lists_every_recipe_by_its_whole_name(capsys, monkeypatch):
+def test_it_lists_every_recipe_by_its_whole_name_and_the_command_that_it_prints_copies_one(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["recipes"]) == 0
-    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()}
-    assert set(recipe_names()) <= listed
-
-
-def test_the_command_that_it_prints_copies_a_recipe(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    main(["recipes"])
-    command = (
-        re.search("cp -r .* MINE(?=;)", capsys.readouterr().out)[0].replace("NAME", RECIPE).replace("MINE", "mine")
-    )
-    subprocess.run(command.split(), check=True)
+    said = capsys.readouterr().out
+    assert set(recipe_names()) <= {line.split()[0] for line in said.splitlines() if line.strip()}
+    command = " ".join(re.search(r"cp -r [^;]* MINE(?=;)", said)[0].split())
+    subprocess.run(command.replace("NAME", RECIPE).replace("MINE", "mine").split(), check=True)
     assert find_recipe("mine") == tmp_path / "mine"
     assert main(["plan", "mine"]) == 0
 
@@ -98,14 +94,9 @@ def test_whether_a_recipe_fits_is_said_and_what_to_change_and_wrong_input_is_nam
     assert [part for part in said if part not in shown] == []
 
 
-WITHOUT = (
-    "import sys; sys.modules.update(dict.fromkeys({modules!r})); from oar_plugin.cli.main import main; main({words!r})"
-)
-
-
 def printed(modules, *words):
     """What a process prints in which these modules are not installed, on stdout and stderr."""
-    code = WITHOUT.format(modules=modules, words=[*words])
+    code = f"import sys; sys.modules.update(dict.fromkeys({modules})); import oar_plugin.cli.main as cli; cli.main({[*words]})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PROCESS_S)
     return done.stdout, done.stderr
 

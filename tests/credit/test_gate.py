@@ -40,10 +40,6 @@ def above(score, tau):
     return ((score >= torch.quantile(score, tau)) & (score > score.min())).double()
 
 
-def plain_top_only(score, tau, beta, floor):
-    return above(score, tau) if score.max() > score.min() else torch.ones_like(score)
-
-
 def plain_z_score(score, *_):
     """The published map."""
     log = (score + 1e-8).log()
@@ -53,7 +49,7 @@ def plain_z_score(score, *_):
 PLAIN = {
     "bi_level": plain_bi_level,
     "two_level": lambda score, tau, beta, floor: 1 + beta * above(score, tau),
-    "top_only": plain_top_only,
+    "top_only": lambda score, tau, *_: above(score, tau) if score.max() > score.min() else torch.ones_like(score),
     "z_score": plain_z_score,
 }
 # With more than tau of the scores at the minimum, the quantile is the minimum, and everything is at or above it.

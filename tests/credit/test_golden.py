@@ -28,14 +28,11 @@ FILES = sorted(Path(os.environ.get("OAR_GOLDEN_DIR", Path(__file__).parents[1] /
 RELATIVE = 1e-5
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
-
-def test_there_are_golden_files():
-    assert FILES
+assert FILES, "the tests of every file would be tests of none"
 
 
 @functools.cache
 def load(path):
-    """The published numbers, their tensors, and the model with these weights."""
     reference, tensors = json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
     config = Qwen2Config(**reference["model_config"], attn_implementation="sdpa")
     weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}

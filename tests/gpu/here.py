@@ -2,13 +2,13 @@
 
 import importlib.metadata
 import os
-import platform
-import subprocess
 from functools import cache
 from typing import Any
 
 import torch
+from torch.utils import collect_env
 
+from benchmarks.machine import describe_machine
 from oar_plugin.runs.launch.preflight import importable
 
 REHEARSAL = os.environ.get("VERL_PLATFORM") == "cpu"
@@ -39,28 +39,16 @@ def missing(gpus: int = 1, packages: tuple[str, ...] = (), memory_gb: float = 0)
     return None
 
 
-def driver() -> str | None:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return None  # a container may lack the program
-
-
 @cache
 def describe() -> dict[str, Any]:
-    """The report's facts about the machine."""
     installed = ((one.metadata["Name"], one.version) for one in importlib.metadata.distributions())
     # Of a name that is there twice, the first on the path is imported.
     versions = {name.lower().replace("_", "-"): version for name, version in reversed([*installed]) if name}
     return {
+        **describe_machine(torch.device("cpu" if REHEARSAL else "cuda")),
         "rehearsal": REHEARSAL,
         "gpus": cards(),
-        "driver": driver() if cards() else None,
-        "cuda": torch.version.cuda,
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cards() else None,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cores": os.cpu_count(),
         "versions": dict(sorted(versions.items())),
     }

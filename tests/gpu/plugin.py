@@ -42,13 +42,11 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture
 def figures(record_property):
-    """Called with a name and a value: for the report."""
     return record_property
 
 
 @pytest.fixture
 def log(request):
-    """The file for the output of a check's processes."""
     return OUT / "logs" / (re.sub(r"\W+", "_", request.node.name).strip("_") + ".log")
 
 

@@ -26,7 +26,6 @@ SEGMENTS = [1, 1, 1, 1, 1, 1, 1, 2, 3, 4]
 
 
 def made(uid="u", words=WORDS, segments=None, seed=0, **changes):
-    """A response of `words` with random numbers."""
     random, count = np.random.default_rng(seed), len(words)
     segments = segments or (SEGMENTS if count == len(SEGMENTS) else [1] * count)
     scores = {name: random.lognormal(0, 2, count).astype(np.float32) for name in ("fisher", "oar_g")}

@@ -1,4 +1,7 @@
-"""The sources of `oar inspect`: dumps are found and read, and a bad line is skipped alone."""
+"""Dumps: when they are due, whom they show, and how `oar inspect` finds and reads them. A bad line is skipped alone.
+
+What files hold is in `tests/hosts/test_dump.py`.
+"""
 
 import json
 import re
@@ -7,7 +10,9 @@ from dataclasses import replace
 import pytest
 
 from oar_plugin.cli.score import scored
+from oar_plugin.config import DumpConfig
 from oar_plugin.page import sources
+from oar_plugin.page.dumps import Dumps, Sibling, choose
 from oar_plugin.page.inspector import inspector_page
 from oar_plugin.page.sources import read
 from tests.page.dumped import CASES, HEADER, RESPONSE, write_dump
@@ -114,3 +119,19 @@ def test_the_newest_header_of_the_steps_shown_counts_with_the_importances_of_all
         found = read(sources_, steps)
         assert found.header == (HEADER if steps else replace(other, arbitrary_scale={"fisher": True, "oar_g": False}))
         assert found.settings_differ == differ == any("settings differ" in note for note in found.notes)
+
+
+def test_a_step_that_nobody_asked_about_is_made_up_for_at_the_next(tmp_path):
+    for steps, due in (
+        (range(1, 22), [1, 10, 20]),
+        ([1, 5, 9, 13, 17, 21], [1, 13, 21]),  # generations serve four steps: the first one after each tenth
+        ([14, 15, 20], [20]),  # after a resume: what stood before is an earlier process's
+        ([1, 1, 9, 12, 12, 13], [1, 1, 12, 12]),  # two batches of one step
+    ):
+        dumps = Dumps(DumpConfig(every=10), tmp_path)
+        assert [step for step in steps if dumps.due(step)] == due
+
+
+def test_a_reward_that_is_not_finite_is_neither_right_nor_wrong():
+    rewards = ("absent", 1.0), ("absent", float("nan")), ("both", 1.0), ("both", 0.0)
+    assert choose([Sibling(group, group, reward, 0) for group, reward in rewards], 1)[0][0].group == "both"

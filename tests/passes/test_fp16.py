@@ -16,8 +16,6 @@ TWO = "python:benchmarks.candidates.learning:Onward"  # two backwards
 
 
 class Loud(Saliency):
-    """Coefficients that fp16 cannot hold."""
-
     factor = 1e6
 
     def coefficients(self, number, rows):
@@ -33,7 +31,6 @@ class Quiet(Loud):
 
 
 def of(model, importance, probe="answer_mean", dtype=torch.float16, autocast=False):
-    """Importance of each response from a model in this dtype, or autocast to it."""
     if isinstance(importance, type):
         importance = f"python:{__name__}:{importance.__name__}"
     token_BL, segments_BL, mask_BL = padded(rows_of())

@@ -46,7 +46,6 @@ def bound(importance, probe="answer_mean"):
 
 
 def run(model, batch=None, importance="fisher", probe="answer_mean", request=None, **more):
-    """Each sequence's scores; of the four responses, when no batch is given."""
     batch, request = batch or padded(rows_of()), request or asked(importance, probe, **{"temperature": 0.7, **more})
     return unpadded(gradient_pass(model, request, *batch), batch[2])
 

@@ -44,7 +44,6 @@ def few_labels(monkeypatch):
 
 @pytest.fixture
 def scored(monkeypatch):
-    """Rows of each gradient pass."""
     rows, gradient = [], PlainHost.gradient
     monkeypatch.setattr(PlainHost, "gradient", lambda *given: rows.append(given[1]) or gradient(*given))
     return rows

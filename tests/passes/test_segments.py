@@ -16,7 +16,6 @@ TOKENIZER = world.make_tokenizer()
 
 
 def segment(text, max_answer_tokens=10):
-    """Segments and status."""
     ids = TOKENIZER(text)["input_ids"]
     finder, ends, own = make_finder(("hash",)), {TOKENIZER.eos_token_id}, np.ones(len(ids), dtype=bool)
     longest = world.MAX_RESPONSE_LENGTH, max_answer_tokens
@@ -55,10 +54,15 @@ def test_a_longer_answer_than_allowed_is_none(most, status):
 # ---- searches that fail
 
 
+SLOWED = []
+"""Texts that took a while."""
+
+
 def slow(text):
     """A user's own function that takes a while and fails, but for one text."""
     if text.startswith("good"):
         return (5, 6)
+    SLOWED.append(text)
     time.sleep(0.05)
     raise KeyError(text)
 
@@ -90,10 +94,10 @@ def test_a_search_that_fails_falls_back_and_says_so_once(caplog):
 def test_a_batch_that_has_lost_too_much_time_is_not_searched_on(monkeypatch):
     """Where every response takes all the time that it may, a step would take hours."""
     monkeypatch.setattr(module, "LOST_SECONDS", 0.12)
-    start = time.perf_counter()
+    SLOWED.clear()
     names = status_of(rows_of("good 1", "unneeded", *(100 * ["bad"]), "good 2", "unneeded"))
     assert names == ["SCORED", "NOT_NEEDED", *(101 * ["SEARCH_FAILED"]), "NOT_NEEDED"]
-    assert time.perf_counter() - start < 2
+    assert 0 < len(SLOWED) < 10, "of a hundred"
     assert status_of(rows_of("good 1")) == ["SCORED"], "the next batch begins anew"
 
 
@@ -103,15 +107,8 @@ def test_searches_that_are_slow_and_find_nothing_count_too(monkeypatch):
     assert status_of(rows_of("nothing", "nothing"), ("hash",)) == ["NO_ANSWER", "SEARCH_FAILED"]
 
 
-class Broken(WithoutBackend):
-    """A model's own tokenizer, which fails on some ids."""
-
-    def decode(self, ids, *args, **kwargs):
-        if 9 in ids:
-            raise OverflowError
-        return super().decode(ids, *args, **kwargs)
-
-
 def test_a_tokenizer_that_raises_does_not_stop_a_run():
+    tokenizer, decode = WithoutBackend(), WithoutBackend().decode
+    tokenizer.decode = lambda ids, **options: 1 / 0 if 9 in ids else decode(ids, **options)
     rows = [(ids, np.ones(len(ids), dtype=bool), True, 3) for ids in ([1, 2, 3], [1, 9, 3])]
-    assert status_of(rows, ("hash",), Broken()) == ["NO_ANSWER", "SEARCH_FAILED"]
+    assert status_of(rows, ("hash",), tokenizer) == ["NO_ANSWER", "SEARCH_FAILED"]

@@ -20,11 +20,6 @@ def model(request):
     return random_model(tie_word_embeddings=request.param, attention_dropout=0.5)
 
 
-@pytest.fixture
-def logits(model):
-    return model(input_ids=IDS).logits.detach()
-
-
 class Reader:
     """Keeps the rows' logits, with a graph, and what the leaf delivers."""
 
@@ -42,7 +37,6 @@ class Reader:
         return model(input_ids=IDS, use_cache=False)
 
     def gradient(self, model, taps):
-        """What the one backward delivers: gradient and leaf."""
         self.run(model, taps)
         assert not self.delivered
         self.tap.scalar.backward()
@@ -59,8 +53,8 @@ def by_autograd(model):
 
 
 @pytest.mark.parametrize("rows_only", [False, True])
-def test_rows_are_the_models_own_logits_with_the_gradient_of_a_plain_forward_delivered_once(model, logits, rows_only):
-    embedding, reader = by_autograd(model), Reader(rows_only=rows_only)
+def test_rows_are_the_models_own_logits_with_the_gradient_of_a_plain_forward_delivered_once(model, rows_only):
+    logits, embedding, reader = model(input_ids=IDS).logits.detach(), by_autograd(model), Reader(rows_only=rows_only)
     with ModelTaps(model) as taps:
         output = reader.run(model, taps)
         torch.testing.assert_close(reader.logits_NV, logits.flatten(0, 1)[ROWS])
@@ -133,7 +127,6 @@ def test_checkpointing_recomputes_the_layers_and_leaves_dropout_off(model):
 
 
 def state(model):
-    """What a pass changes on a model for the time being."""
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     return hooks, [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
 

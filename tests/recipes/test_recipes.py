@@ -29,6 +29,16 @@ def composed(recipe, variant="oar", *overrides):
     return config
 
 
+def with_overrides(config, overrides):
+    """A copy with other values, in place of interpolations too."""
+    changed = config.copy()
+    OmegaConf.set_readonly(changed, False)
+    OmegaConf.set_struct(changed, False)
+    for key, value in overrides.items():
+        OmegaConf.update(changed, key, value)
+    return changed
+
+
 @every_recipe
 def test_baseline_differs_in_the_estimator_only_and_both_write_to_places_of_their_own(recipe):
     configs = [composed(recipe, variant) for variant in ("oar", "grpo")]

@@ -16,8 +16,9 @@ from oar_plugin.output import INSTALL
 from oar_plugin.runs import reward
 from oar_plugin.runs.math.answer import final_answer
 from oar_plugin.runs.reward import compute_score, own_turns
-from tests.real_data import MATH_RESPONSES, read_lines
 
+DATA = Path(os.environ.get("OAR_TEST_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
+MATH_RESPONSES = DATA / "math_responses.jsonl"
 TURNS = json.loads(Path(__file__).with_name("rows.json").read_text("utf-8"))["turns"]
 # Ground truths that the file's grader did not recognise in another notation (10000).
 GRADER_IS_WRONG = {"10{,}000"}
@@ -118,8 +119,6 @@ def test_where_turns_cannot_be_told_the_log_says_so_once(caplog):
 
 @pytest.mark.skipif(not MATH_RESPONSES.is_file(), reason="no responses of a real model here")
 def test_on_real_responses_it_agrees_with_their_grader():
-    rows = read_lines(MATH_RESPONSES)
-    assert rows
-    for row in rows:
+    for row in map(json.loads, MATH_RESPONSES.read_text(encoding="utf-8").splitlines()):
         paid = compute_score("test", row["response"], row["ground_truth"])["score"] == 1.0
         assert paid is row["correct"] or row["ground_truth"] in GRADER_IS_WRONG

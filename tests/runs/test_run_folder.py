@@ -36,7 +36,6 @@ def config(folder, **changes):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of a run that was started once."""
     begin(config(tmp_path / "run"))
     (tmp_path / "run" / "global_step_20").mkdir()
     return tmp_path / "run"

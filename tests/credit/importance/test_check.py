@@ -38,15 +38,6 @@ class Empty(Importance):
     name = help = "nothing"
 
 
-def fault_of(kind):
-    """Why a class cannot be used; empty if it can."""
-    try:
-        check(kind)
-    except ValueError as fault:
-        return str(fault)
-    return ""
-
-
 def own(said="", base=Saliency, **attributes):
     """A class derived from `base` with other attributes, and its faults, with `*` for any text; none if it can be used."""
     return pytest.param(type("Own", (base,), attributes), said, id=", ".join([base.__name__, *attributes]))
@@ -192,7 +183,12 @@ NO_TUPLE = "backwards must be a tuple of Backward: (Backward(...),)"
     ],
 )
 def test_what_an_importance_lacks(kind, said):
-    assert fnmatchcase(fault_of(kind), said)
+    fault = ""
+    try:
+        check(kind)
+    except ValueError as error:
+        fault = str(error)
+    assert fnmatchcase(fault, said)
 
 
 def test_a_backward_starts_from_rows_that_there_are():

@@ -20,7 +20,6 @@ ON_CLUSTER = "+ray_kwargs.ray_init.address=auto"
 
 
 def script(template, nodes=3, **changes):
-    """A template, filled for a run on nodes with eight GPUs each."""
     trainer = {"nnodes": nodes, "n_gpus_per_node": 8, "default_local_dir": "/shared/checkpoints/x"}
     values = template_values(OmegaConf.create({"trainer": trainer}), Path("/shared/my recipes/seven"), "oar", [STRANGE])
     values |= {
@@ -80,7 +79,6 @@ def nodes(fake, tmp_path):
 
 
 def on_nodes(**changes):
-    """The words that run on bare nodes."""
     return ["bash", "-c", script("ray.j2", **{"hosts": HOSTS} | changes)]
 
 

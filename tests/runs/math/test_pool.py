@@ -4,20 +4,11 @@ import math
 import multiprocessing
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from oar_plugin.runs.math.pool import GuardedPool, TaskFailed
-
-
-def hang_in_one_instruction():
-    return 9**9**9  # no signal handler of Python's runs before it is done
-
-
-def take_all_memory():
-    return len(bytes(64 * 1024**3))
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +20,16 @@ def pool():
 
 def test_a_hanging_task_is_killed_from_any_thread_and_the_next_one_runs(pool):
     assert pool.run(math.isqrt, 49) == 7  # started
-    began = time.monotonic()
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(pool.run, hang_in_one_instruction)
-        with pytest.raises(TaskFailed, match="hang_in_one_instruction took longer than"):
+        asked = thread.submit(pool.run, pow, 9, 9**9)  # no signal handler of Python's runs before it is done
+        with pytest.raises(TaskFailed, match="pow took longer than"):
             asked.result(30)
-    assert time.monotonic() - began < 10
     assert pool.run(math.isqrt, 64) == 8
 
 
 @pytest.mark.parametrize(
     ("function", "args", "cause"),
-    [(os._exit, (3,), "process died"), (math.isqrt, (-1,), "ValueError"), (take_all_memory, (), "MemoryError")],
+    [(os._exit, (3,), "process died"), (math.isqrt, (-1,), "ValueError"), (bytes, (2**36,), "MemoryError")],
 )
 def test_a_task_that_fails_is_reported_and_the_next_one_runs(pool, function, args, cause):
     with pytest.raises(TaskFailed, match=cause):

@@ -22,29 +22,19 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def test_the_columns_are_verls_and_the_prompt_asks_for_a_box():
-    row = verl_row("deepmath", "train", 7, {"question": " How many? ", "final_answer": "3", "difficulty": 5.0})
-    assert row == {
-        "data_source": "deepmath",
-        "prompt": [{"role": "user", "content": f"How many? {INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "3"},
-        "extra_info": {"index": 7, "split": "train"},
-    }
-    assert "\\boxed{}" in INSTRUCTION
-
-
 @pytest.mark.parametrize(("name", "raw", "asked", "truth"), CASES["hub"])
 def test_a_row_is_read_as_its_data_set_means_it_or_refused(name, raw, asked, truth):
     if isinstance(asked, str):
         with pytest.raises(DataError, match=re.escape(asked)):
             verl_row(name, "test", 7, raw)
+    elif row := verl_row(name, "test", 7, raw):
+        prompt = row.pop("prompt")
+        more = {"ability": "math", "extra_info": {"index": 7, "split": "test"}}
+        assert row == {"data_source": name, "reward_model": {"style": "rule", "ground_truth": truth}, **more}
+        assert " | ".join(each["content"] for each in prompt) == f"{' | '.join(asked)} {INSTRUCTION}"
+        assert (prompt[-1]["role"], "\\boxed{}" in INSTRUCTION) == ("user", True)
     else:
-        row = verl_row(name, "test", 7, raw) or {"prompt": [], "reward_model": {"ground_truth": None}}
-        assert row["reward_model"]["ground_truth"] == truth
-        assert " | ".join(each["content"] for each in row["prompt"]) == (
-            (asked and f"{' | '.join(asked)} {INSTRUCTION}") or ""
-        )
+        assert (asked, truth) == ([], None)
 
 
 def truths(path):
@@ -52,14 +42,12 @@ def truths(path):
 
 
 def a_row(name, number):
-    """A row in the columns of the hub."""
     source, question = SOURCES[name], f"What is {number}?"
     answers = {"gsm8k": f"so\n#### {number}", "math": rf"so $\boxed{{{number}}}$", "olympiadbench": [f"${number}$"]}
     return {source.question: question, source.answer: answers.get(name, str(number)), "level": "x"}
 
 
 def copy_of(folder, rows, split="train"):
-    """A folder in the place of the hub's repository."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -22,7 +22,14 @@ from oar_plugin.runs.plan.planning import (
     temporary,
 )
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
-from tests.runs.plan.conftest import with_overrides
+from tests.recipes.test_recipes import FOLDER, composed, with_overrides
+
+
+def of(name):
+    return pytest.fixture(lambda: composed(FOLDER / name))
+
+
+fsdp, megatron, experts = map(of, ("qwen2_5_7b_math", "qwen2_5_32b_megatron", "qwen3_30b_a3b_megatron"))
 
 
 @pytest.fixture(params=["fsdp", "megatron"])
@@ -190,11 +197,13 @@ def test_more_gpus_never_need_more_memory_each(config):
         ("experts", "actor.megatron.expert_model_parallel_size=24", "expert 24: must divide the 32 GPUs"),
         ("fsdp", "actor.strategy=veomni", "actor_rollout_ref.actor.strategy=veomni; only fsdp, fsdp2, megatron"),
         ("fsdp", "model.path=nobody/Model-7B", "model.path=nobody/Model-7B: no folder with a config.json, and not in"),
+        ("fsdp", "model.path=nobody/Model-7B", "(`hf download MODEL config.json`)"),
         ("fsdp", "actor.use_dynamic_bsz=False", "use_dynamic_bsz=False; only True"),
         ("megatron", "actor.megatron.sequence_parallel=False", "megatron.sequence_parallel=False; only True"),
     ],
 )
-def test_what_cannot_run_is_named(request, layout, overrides, said):
+def test_what_cannot_run_is_named_without_a_network(request, monkeypatch, layout, overrides, said):
+    monkeypatch.setattr("socket.getaddrinfo", lambda *asked: pytest.fail(f"looked for {asked}"))
     with pytest.raises(PlanError) as error:
         Plan(changed(request.getfixturevalue(layout), *overrides.split()))
     assert said in str(error.value)
