@@ -164,7 +164,7 @@ def routes(ids: Tensor) -> Tensor:
 @contextmanager
 def replayed(model: PreTrainedModel, ids: Tensor, mode: str) -> Iterator[None]:
     """Route every forward of a mixture over `routes` (R3), or as the model does without noise (R2); "": as it likes."""
-    routed = {} if mode == "r2" else dict(enumerate(routes(ids).long().unbind(1)))
+    routed = {} if mode == "R2" else dict(enumerate(routes(ids).long().unbind(1)))
 
     def replay(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         chosen = routed.setdefault(layer, output[2])
