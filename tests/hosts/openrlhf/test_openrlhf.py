@@ -158,6 +158,7 @@ def test_metrics_reach_the_log_after_experiences_are_split_and_merged_anew(patch
     )
     nothing.backward = nothing.optimizer_step = Mock()
     monkeypatch.setattr(patched.ppo_actor, "torch_dist_barrier_and_cuda_sync", Mock())
+    monkeypatch.setattr(patched.ppo_actor, "NaiveReplayBuffer", Mock(return_value=Mock(dynamic_optimizer_step=[1])))
     with patched.here():
         if flags:
             experiences = patched.experience.balance_experiences(experiences, made.args)
@@ -166,7 +167,6 @@ def test_metrics_reach_the_log_after_experiences_are_split_and_merged_anew(patch
         trainer = patched.ppo_actor.ActorPPOTrainer(
             nothing, made.actor_model_group.actors[0].actor, None, None, nothing
         )
-        trainer.replay_buffer.dynamic_optimizer_step = [1]
         tokens = {"batch_num_tokens": 1.0, "global_batch_size": 1.0, "dp_size": 1}
         found = trainer.training_step(patched.experience.make_experience_batch(items), 0.0, 0, tokens)
     logged = {name: value.mean().item() for name, value in found["metrics"].items() if name.startswith("oar/")}
