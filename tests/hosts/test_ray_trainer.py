@@ -169,8 +169,6 @@ def test_another_estimator_runs_only_verls_methods(monkeypatch):
     one._update_actor(batch)
     calls = [method.mock_calls for method in methods.values()]
     assert calls == [[call(batch, {}, "prefix", True)], [call(batch)], [call(batch)]]
-    with pytest.raises(RuntimeError, match="outside of OAR's trainers"):
-        host.core_algos.get_adv_estimator_fn("oar")()
 
 
 def test_every_row_is_scored_with_kl_in_the_reward_or_before_a_reward_models_scores():

@@ -463,13 +463,18 @@ def offloading(world, monkeypatch):
     return build
 
 
-def test_scores_of_the_engines_need_nothing_of_the_actor(offloading):
-    one = offloading(*[Status.SCORED] * 3)
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_engines_scored_or_what_has_no_fallback_needs_nothing_of_the_actor(offloading, failed):
+    """Without a fallback the response keeps its plain advantage."""
+    settings = {"fallback": "none"} if failed else {}
+    one = offloading(Status.SCORED, Status.ENGINE_FAILED if failed else Status.SCORED, Status.SCORED, **settings)
     assert one.requests == []
     got, want = one.credited(), one.host_advantage()
     torch.testing.assert_close(got.sum(-1), want.sum(-1), rtol=1e-4, atol=1e-5)
     assert (got[0, :4].argsort() == one.order).all()
-    assert one.metrics["oar/scored"] == 0.5
+    assert torch.equal(got[1], want[1]) == failed
+    assert one.metrics["oar/scored"] == pytest.approx((3 - failed) / 6)
+    assert one.metrics["oar/fallback/engine_failed"] == pytest.approx(failed / 3)
     assert one.metrics["oar/offload/left_for_actor"] == 0
     assert one.metrics["oar/offload/hidden_share"] == 1
 
@@ -505,13 +510,6 @@ def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_sc
     assert one.metrics["oar/amortize/unlabelled"] == 0
     assert one.shares == [1.0], "in the next step all, for there are few labels"
     assert "oar/amortize/explained" not in one.metrics
-
-
-def test_without_a_fallback_the_response_keeps_its_plain_advantage(offloading):
-    one = offloading(Status.SCORED, Status.ENGINE_FAILED, Status.SCORED, fallback="none")
-    assert one.requests == []
-    assert torch.equal(one.credited()[1], one.host_advantage()[1])
-    assert one.metrics["oar/fallback/engine_failed"] == pytest.approx(1 / 3)
 
 
 def test_the_offload_sets_what_it_needs_in_verls_configuration(monkeypatch):

@@ -95,8 +95,7 @@ OVERLAP = {"override_ddp_config": {"use_distributed_optimizer": True, "overlap_p
 
 PROBES = {name: [name, f"{name} last", f"{name} joint"] for name in ("fisher", "oar_g", "oar_p")}
 OTHERS = ["entropy", "random", "own", "grail"]
-EVERYTHING = ["fisher", "oar_p"]
-TAUGHT = [*EVERYTHING, "fisher shared"]
+TAUGHT = ["fisher", "oar_p", "fisher shared"]
 Table = dict[str, tuple[Layout, list[str]]]
 SINGLE: Table = {
     "packed": (

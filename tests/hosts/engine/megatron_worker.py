@@ -37,6 +37,7 @@ CPU_TRANSFORMER = {
     "moe_grouped_gemm": False,
 }
 BYTES = {"tp2": ["fisher", "oar_g"], "tp2 sp": ["fisher"], "cp2": ["fisher", "fisher joint"]}
+BYTES |= {"tp2 sp pp2 cp2": ["fisher"]}
 
 
 def engine_of(folder: str, name: str, host_only: bool = False) -> Any:
@@ -144,45 +145,21 @@ def refusals(engine: Any) -> dict[str, str]:
     return said
 
 
-def each(table: cases.Table, folder: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Name, engine and results of one layout after the other."""
-    for name, (layout, asked) in table.items():
+def main(table: str, folder: str) -> dict[str, Any]:
+    join()
+    out: dict[str, Any] = {}
+    for name, (layout, requests) in cases.TABLES[table].items():
         engine = engine_of(folder, name)
         around = ungathered(engine) if "override_ddp_config" in layout.engine else None
         split = engine.get_data_parallel_size() > 1
-        yield name, engine, asked_of(engine, name, asked, split, partial(score, around=around))
-
-
-def dense(folder: str) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, engine, results in each(cases.MEGATRON, folder):
-        out |= results
-        out |= {f"{name} {request} bytes": bytes_moved(engine, request) for request in BYTES.get(name, [])}
-        if name == "tp2 sp":
+        out |= asked_of(engine, name, requests, split, partial(score, around=around))
+        if table in ("megatron", "eight"):
+            out |= {f"{name} {request} bytes": bytes_moved(engine, request) for request in BYTES.get(name, [])}
+        if (table, name) == ("megatron", "tp2 sp"):
             out["refusals"] = refusals(engine)
+        if (table, name) in (("megatron", "tp2 sp"), ("mixture", "ep2 dp2 aux full")):
             out |= afterwards(engine, partial(engine_of, folder, name))
     return out
-
-
-def mixtures(table: cases.Table, folder: str) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, engine, results in each(table, folder):
-        out |= results
-        if name == "ep2 dp2 aux full":
-            out |= afterwards(engine, partial(engine_of, folder, name))
-    return out
-
-
-def eight(folder: str) -> dict[str, Any]:
-    """Tensor, sequence, pipeline and context parallel at once."""
-    ((_, engine, results),) = each(cases.EIGHT, folder)
-    return results | {"bytes": bytes_moved(engine, "fisher")}
-
-
-def main(table: str, folder: str) -> dict[str, Any]:
-    join()
-    mixed = {name: partial(mixtures, cases.TABLES[name]) for name in ("mixture", "four")}
-    return {"megatron": dense, "eight": eight, **mixed}[table](folder)
 
 
 if __name__ == "__main__":

@@ -418,7 +418,6 @@ def double(folder: str) -> dict[str, Any]:
 
 
 def join() -> None:
-    """Join the other processes."""
     prediction.ENOUGH, prediction.FEWEST = world.ENOUGH, 1
     torch.set_num_threads(1)
     if get_device_name() == "cpu":

@@ -26,18 +26,14 @@ from tests.processes import ranks
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("model"))
-
-
-def made(path, *kind, **config):
-    world.make_model(path, *kind, **config)
+    path = tmp_path_factory.mktemp("model")
+    world.make_model(path)
     AutoModelForCausalLM.from_pretrained(path).bfloat16().save_pretrained(path)  # as OpenRLHF reads it
     return path
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """OpenRLHF as released."""
     return host.Host(host.unpack(tmp_path_factory.mktemp("released")))
 
 
