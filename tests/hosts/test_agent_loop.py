@@ -240,12 +240,8 @@ def test_engines_score_the_units_that_the_actor_takes_for_labels(run):
 
 def packed_of_task(task):
     """The whole response of a task, which one of the rows has."""
-    whole = next(
-        torch.cat([prompt, response])
-        for prompt, response in world.encode()
-        if torch.cat([prompt, response]).tolist()[: len(task.token_ids)] == task.token_ids
-    )
-    row = next(row for row in world.SCORED if torch.cat(world.encode()[row]).equal(whole))
+    rows = {row: torch.cat(world.encode()[row]) for row in world.SCORED}
+    ((row, whole),) = ((row, ids) for row, ids in rows.items() if ids.tolist()[: len(task.token_ids)] == task.token_ids)
     segments_L = world.segments_of(world.ROWS[row][1]).long()
     outside = torch.full((task.prompt_length,), int(Segment.OUTSIDE))
     return Packed(whole, torch.cat([outside, segments_L]), torch.tensor([0, len(whole)]))

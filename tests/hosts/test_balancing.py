@@ -42,18 +42,14 @@ def test_every_rank_gets_as_many_rows_and_as_many_scored_ones_within_one(ranks, 
     assert sorted(filled) == short[: len(filled)]
 
 
-def made_up(share):
-    """8 responses to each of 1,024 prompts, as on the measured page: tokens of each row `[B]`, and whether it is scored."""
-    drawn = np.random.default_rng(0)
-    prompt = drawn.integers(60, 260, 1024).repeat(8)
-    response = drawn.lognormal(np.log(1500), 0.8, 8192).clip(10, 8192).astype(int)
-    return torch.from_numpy(prompt + response), torch.from_numpy((drawn.random(1024) < share).repeat(8))
-
-
 @pytest.mark.parametrize(("ranks", "share"), [(8, 0.2), (64, 0.6), (512, 0.2), (512, 0.9)])
 def test_the_scoring_pass_runs_at_most_a_tenth_more_than_it_needs_and_work_is_as_even_as_verls(ranks, share):
-    """The bound of the page, in tokens. Without (verl's partitions, filled up with the next rows): 1.1 to 2.5."""
-    length_B, scored_B = made_up(share)
+    """The bound of the page, in tokens, for 8 responses to each of 1,024 prompts, as there. Without (verl's partitions, filled
+    up with the next rows): 1.1 to 2.5."""
+    drawn = np.random.default_rng(0)
+    prompt_B = drawn.integers(60, 260, 1024).repeat(8)
+    length_B = torch.from_numpy(prompt_B + drawn.lognormal(np.log(1500), 0.8, 8192).clip(10, 8192).astype(int))
+    scored_B = torch.from_numpy((drawn.random(1024) < share).repeat(8))
     work_B = calculate_workload(length_B)
     verls = get_seqlen_balanced_partitions(work_B.tolist(), ranks, equal_size=True)
     ours = balanced_partitions(length_B.tolist(), scored_B.tolist(), ranks)

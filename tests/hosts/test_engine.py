@@ -22,7 +22,13 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("verl")
 
 every_table = pytest.mark.parametrize("table", cases.TABLES)
-assert len(cases.named()) > 100, "a table lost its cases, and every test that goes through them would pass"
+assert len(cases.CASES) > 100, "a table lost its cases, and every test that goes through them would pass"
+
+
+def named(choose):
+    return pytest.mark.parametrize("case", [name for name, case in cases.CASES.items() if choose(case)])
+
+
 each_engine = pytest.mark.parametrize("table", ["single", "megatron", "mixture"])
 
 
@@ -53,7 +59,7 @@ def _table(name):
                 pytest.importorskip("mbridge")
         processes = {"single": 1, "double": 2, "megatron": 2, "mixture": 2, "four": 4, "eight": 8}[name]
         every = ranks(f"tests.hosts.engine.{module}", name, folder, processes=processes, limit_s=2 * PROCESS_S)
-        asked = {case.partition(" ")[2] for case in cases.named(name)}
+        asked = {f"{layout} {request}" for layout, (_, requests) in cases.TABLES[name].items() for request in requests}
         return {key: [one[key] for one in every] if key in asked else value for key, value in every[0].items()}
 
     return launched
@@ -73,7 +79,7 @@ def results(request):
     return of
 
 
-@pytest.mark.parametrize("case", cases.named(without=("bf16", "fp16", "draws3", "random", "half")))
+@named(lambda case: case.exact)
 def test_every_rank_of_every_layout_equals_a_plain_model(results, root, case):
     """A fresh adapter (`lora`) changes nothing, so neither may the importance."""
     for result in results(case):
@@ -109,16 +115,12 @@ def test_a_padded_batch_of_ray_ppo_trainer_gets_the_same_scores(results, words):
             assert not same[len(score) :].any()
 
 
-@pytest.mark.parametrize(("case", "bound"), [("fisher", 0.2), ("oar_p", 0.5)])
-def test_bf16_autocast_is_close(results, root, case, bound):
-    """bf16 has 8 bits: 2^-8 for each of the layers in between; ranks are what the gate uses."""
-    assert 1e-5 < worst(results(f"single bf16 {case}")[0], cases.want(root, case)) < bound
-
-
-@pytest.mark.parametrize("case", [case for case in cases.named() if "fp16" in case.split()])
-def test_fp16_is_close_and_scaled_alike_on_ranks_that_share_sequences(results, root, case):
-    """What scaling is for, see tests/passes/test_fp16.py."""
-    assert all(1e-5 < worst(result, cases.want(root, case)) < 0.1 for result in results(case))
+@named(lambda case: case.layout.half and "amortize" not in case.request)
+def test_half_precision_is_close_and_scaled_alike_on_ranks_that_share_sequences(results, root, case):
+    """bf16 has 8 bits: 2^-8 for each of the layers in between; ranks are what the gate uses. What scaling of fp16 is for, see
+    tests/passes/test_fp16.py."""
+    bound = {"single bf16 fisher": 0.2, "single bf16 oar_p": 0.5}.get(case, 0.1)
+    assert all(1e-5 < worst(result, cases.want(root, case)) < bound for result in results(case))
 
 
 def test_draws_are_averaged_alike_in_different_layouts(results):
@@ -129,7 +131,7 @@ def test_draws_are_averaged_alike_in_different_layouts(results):
         assert error(many[0][row], one[row]) > 1e-3
 
 
-@pytest.mark.parametrize("case", [case for case in cases.named() if "random" in case.split()])
+@named(lambda case: case.importance == "random")
 def test_random_importance_is_the_same_on_every_layout(results, case):
     (first,) = results("single packed random")
     for row in world.SCORED:
@@ -147,14 +149,16 @@ def test_what_rollout_engines_have_scored_teaches_the_actor_as_its_own_scores_do
 @every_table
 def test_log_probs_and_entropy_equal_verls_own(results, table):
     """Exactly: they are those of verl's own call."""
-    for case in cases.named(table, without=("bf16", "fp16")):
-        words = {*case.split()}
-        seen = [result for result in results(case) if "log_probs" in result]  # of a pipeline, the last stage has them
-        assert bool(seen) == ("only" not in words), case
-        assert all(result["log_probs_error"] == result["entropy_error"] == 0 for result in seen), case
+    for name, case in cases.CASES.items():
+        if case.table == table and not case.layout.half:
+            seen = [
+                result for result in results(name) if "log_probs" in result
+            ]  # of a pipeline, the last stage has them
+            assert bool(seen) == ("only" not in case.request), name
+            assert all(result["log_probs_error"] == result["entropy_error"] == 0 for result in seen), name
 
 
-@pytest.mark.parametrize("case", [case for case in cases.named() if "r2" in case.split()])
+@named(lambda case: case.layout.replay == "R2")
 def test_the_update_gets_the_routes_that_verl_records(results, case):
     """Of all rows, scored or not; of a pipeline, the last stage has them."""
     assert any("same_routes" in result for result in results(case))
@@ -198,7 +202,7 @@ def test_a_process_that_others_wait_for_and_one_without_a_way_back_say_what_to_l
     assert "ppo_max_token_len_per_gpu" in results(case)
 
 
-@pytest.mark.parametrize("case", [case for case in cases.named() if "fails" in case.split()])
+@named(lambda case: "answer_patterns" in case.request)
 def test_a_search_that_fails_on_one_rank_falls_back_on_all_that_hold_the_response(results, case):
     for result in results(case):
         assert int(result[STATUS][world.FAILS]) == Status.SEARCH_FAILED
@@ -209,8 +213,8 @@ def test_a_search_that_fails_on_one_rank_falls_back_on_all_that_hold_the_respons
 def test_no_trace_is_left(results, table):
     """Weights, requires_grad, gradients, train mode, hooks, optimizer, scaler, three random states. Under Megatron with
     sentinels in DDP's gradient buffers and a pending gradient, so that anything added to them shows."""
-    for case in cases.named(table):
-        assert all(result["traces"] == [] for result in results(case)), case
+    for name, case in cases.CASES.items():
+        assert case.table != table or all(result["traces"] == [] for result in results(name)), name
 
 
 @each_engine
@@ -271,6 +275,6 @@ def test_the_pass_moves_what_its_documentation_says(results):
         want = {"rows": rows, "vocabulary": vocabulary, "sequence": sequence, "scores": scores}
         assert results(f"megatron {case} bytes") == want, case
     # Everything at once: a context-parallel rank has a part of the answers' rows, a tensor-parallel one half the columns.
-    moved = results("eight bytes")
+    moved = results("eight tp2 sp pp2 cp2 fisher bytes")
     assert 0 < moved["rows"] <= 8 * N * H
     assert moved == {"rows": moved["rows"], "vocabulary": 12 * B, "sequence": 4 * B * V // 2, "scores": 8 * T}

@@ -76,19 +76,11 @@ def test_an_engine_of_another_kind_of_machine_is_left_alone(monkeypatch):
     assert before == engines
 
 
-class Foreign:
-    """Another plugin's class, with nothing of verl's."""
-
-
-def registries():
-    """Each registry of verl's that we change, a key of ours in it, and what registers."""
-    engines = EngineRegistry._engines["language_model"]["fsdp2"]
-    (key,) = (key for key, engine in engines.items() if issubclass(engine, fsdp.OarFSDPMixin))
-    return [(trainer_base.TRAINER_REGISTRY, "sync", trainer.register), (engines, key, fsdp.register)]
-
-
 def test_trainers_and_engines_are_made_of_what_is_registered_unless_that_is_not_verls():
-    for registry, key, register in registries():
+    engines, Foreign = EngineRegistry._engines["language_model"]["fsdp2"], type("Foreign", (), {})
+    (device,) = (key for key, engine in engines.items() if issubclass(engine, fsdp.OarFSDPMixin))
+    trainers = trainer_base.TRAINER_REGISTRY
+    for registry, key, register in ((trainers, "sync", trainer.register), (engines, device, fsdp.register)):
         ours = registry[key]
         try:
             register()

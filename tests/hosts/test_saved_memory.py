@@ -8,10 +8,6 @@ import torch
 
 from oar_plugin.passes.taps import Tap
 
-activation_offload = pytest.importorskip("verl.utils.activation_offload")
-
-IDS = torch.arange(40).view(2, 20)
-
 
 def test_megatrons_recomputation_as_verl_patches_it_does_not_free_the_embeddings(monkeypatch):
     """The patch frees the storage of a layer's input after the layer's backward; the first layer's input is the embeddings.

@@ -2,7 +2,9 @@
 
 import importlib
 from dataclasses import asdict
+from functools import cache
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -31,10 +33,11 @@ from oar_plugin.page.record import parse_response
 from oar_plugin.passes import prediction
 from oar_plugin.passes.prediction import hashed
 from oar_plugin.passes.request import CHOSEN, IMPORTANCE, MEASURES, NEEDED, REQUEST, SECONDS, Request
-from oar_plugin.token_credit import TokenCredit
+from oar_plugin.runs.recipe import compose_recipe
 from tests.asked import GIVEN
 from tests.hosts.answer import answer_of
 from tests.hosts.engine.world import nested
+from tests.hosts.whole_run import RECIPES
 
 PROMPT = 3  # tokens
 TOKENIZER = make_tokenizer(384)
@@ -49,6 +52,14 @@ def picked(field, rows):
         return NonTensorStack(*(field.tolist()[row] for row in rows))
     parts = field.unbind()
     return nested([parts[row] for row in rows]) if field.is_nested else torch.stack([parts[row] for row in rows])
+
+
+@cache
+def recipe(mode):
+    more = ["actor_rollout_ref.rollout.n=3", "actor_rollout_ref.rollout.temperature=0.6", "data.max_response_length=16"]
+    more += ["actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True", "trainer.default_local_dir=nowhere"]
+    more += ["algorithm.norm_adv_by_std_in_grpo=True"]
+    return compose_recipe(RECIPES / ("qwen2_5_7b_math" if mode == "sync" else f"qwen2_5_7b_{mode}"), "oar", more)
 
 
 class World:
@@ -73,20 +84,12 @@ class World:
         self.keys = [f"{uid}_{i}_0" for i, uid in enumerate(self.uids)]  # of the rows of `fields`
         tags = [{"seq_len": PROMPT + length} for length in self.lengths]
         self.batch = KVBatchMeta(keys=[*self.keys], partition_id="train", extra_info={}, tags=tags)
-        algorithm = {"adv_estimator": "oar", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}
-        algorithm["norm_adv_by_std_in_grpo"] = True
-        rollout = {"n": 3, "temperature": 0.6, "log_prob_use_dynamic_bsz": True}
-        actor = {"rollout": rollout, "actor": {"ppo_mini_batch_size": 1}}
-        others = {"data": {"max_response_length": 16}, "trainer": {"critic_warmup": 0}}
-        self.trainer = object.__new__(get_trainer_cls(mode))
-        self.trainer.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": actor, **others})
-        self.trainer.oar = OarConfig.parse({"importance": "fisher"} | oar)
-        self.trainer.timing_raw = {}
-        self.trainer.global_steps = 1
+        config = OmegaConf.merge(recipe(mode), {"algorithm": {"oar": {"importance": "fisher"} | oar}})
+        self.trainer = get_trainer_cls(mode)(config)
+        config.actor_rollout_ref.actor.ppo_mini_batch_size = 1
+        self.trainer.tokenizer, self.trainer.global_steps, self.trainer.timing_raw = TOKENIZER, 1, {}
         self.trainer.logger = SimpleNamespace(logger={})
-        self.trainer.use_critic = False
-        self.trainer.tokenizer = TOKENIZER
-        self.trainer._credit = TokenCredit(self.trainer.oar, self.trainer.tokenizer, offloads=True)
+        self.trainer._make_credit(self.trainer.oar)
         self.trainer.actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
         self.shares = []  # that rollout workers were told
         workers = [SimpleNamespace(oar_share=SimpleNamespace(remote=self.shares.append))]
@@ -359,7 +362,12 @@ def test_the_driver_chooses_the_same_rows_for_any_number_of_ranks_and_spreads_th
     uids, rewards = [*"abcdefgh"] * 2, [1] * 8 + [0] * 5 + [1] * 3  # five groups of eight have a signal
     torch.manual_seed(0)
     one = world(
-        uids=uids, rewards=rewards, lengths=range(4, 20), importance="oar_p", amortize={"share": 0.25, "units": 2}
+        uids=uids,
+        rewards=rewards,
+        lengths=range(4, 20),
+        importance="oar_p",
+        amortize={"share": 0.25, "units": 2},
+        seed=0,
     )
     one.trainer.actor_rollout_wg._dispatch_info["actor"] = [*range(ranks)]
     monkeypatch.setattr(BASE.PPOTrainer, "_balance_batch", lambda self, batch, *_, **__: batch)
@@ -413,8 +421,7 @@ def test_every_worker_and_server_is_asked_for_its_plugin_before_anything_else(wo
 
 
 def test_groups_are_dumped_with_the_advantage_before_reshaping(world, tmp_path):
-    one = world(dump={"dir": "dump"})
-    one.trainer._credit = TokenCredit(one.trainer.oar, one.trainer.tokenizer, home=tmp_path)
+    one = world(dump={"dir": str(tmp_path / "dump")})
     one.batch.tags[2]["is_padding"] = True
     one.report_from_actor()
     plain = one.host_advantage()
@@ -437,6 +444,7 @@ def offloading(world, monkeypatch):
     def build(*statuses, share=None, **perturbation):
         # A gate whose weights keep the order of the scores.
         perturbation["backend"] = "rollout"
+        monkeypatch.setattr(ours, "switch_on", Mock())
         one = world(importance="oar_p", gate="bi_level", perturbation=perturbation, amortize={"share": share})
         one.report_from_engines([*statuses] + [Status.NOT_NEEDED] * 3)
         one.requests = []
@@ -455,13 +463,18 @@ def offloading(world, monkeypatch):
     return build
 
 
-def test_scores_of_the_engines_need_nothing_of_the_actor(offloading):
-    one = offloading(*[Status.SCORED] * 3)
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_engines_scored_or_what_has_no_fallback_needs_nothing_of_the_actor(offloading, failed):
+    """Without a fallback the response keeps its plain advantage."""
+    settings = {"fallback": "none"} if failed else {}
+    one = offloading(Status.SCORED, Status.ENGINE_FAILED if failed else Status.SCORED, Status.SCORED, **settings)
     assert one.requests == []
     got, want = one.credited(), one.host_advantage()
     torch.testing.assert_close(got.sum(-1), want.sum(-1), rtol=1e-4, atol=1e-5)
     assert (got[0, :4].argsort() == one.order).all()
-    assert one.metrics["oar/scored"] == 0.5
+    assert torch.equal(got[1], want[1]) == failed
+    assert one.metrics["oar/scored"] == pytest.approx((3 - failed) / 6)
+    assert one.metrics["oar/fallback/engine_failed"] == pytest.approx(failed / 3)
     assert one.metrics["oar/offload/left_for_actor"] == 0
     assert one.metrics["oar/offload/hidden_share"] == 1
 
@@ -497,13 +510,6 @@ def test_where_scores_are_predicted_the_actor_also_gets_the_rows_that_engines_sc
     assert one.metrics["oar/amortize/unlabelled"] == 0
     assert one.shares == [1.0], "in the next step all, for there are few labels"
     assert "oar/amortize/explained" not in one.metrics
-
-
-def test_without_a_fallback_the_response_keeps_its_plain_advantage(offloading):
-    one = offloading(Status.SCORED, Status.ENGINE_FAILED, Status.SCORED, fallback="none")
-    assert one.requests == []
-    assert torch.equal(one.credited()[1], one.host_advantage()[1])
-    assert one.metrics["oar/fallback/engine_failed"] == pytest.approx(1 / 3)
 
 
 def test_the_offload_sets_what_it_needs_in_verls_configuration(monkeypatch):

@@ -90,7 +90,6 @@ def with_a_signal(steps):
 
 
 def check(steps, expected_steps):
-    """Check every step of a healthy run with OAR."""
     assert [step["step"] for step in steps] == expected_steps
     for step in steps:
         assert step["oar/fallback/non_finite"] == step["oar/fallback/not_scored"] == 0

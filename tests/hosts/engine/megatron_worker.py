@@ -6,6 +6,7 @@ CPU stand-ins: see `verl_cpu/megatron.py`. On GPUs, for `tests/gpu`, none.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,38 +36,15 @@ CPU_TRANSFORMER = {
     "masked_softmax_fusion": False,
     "moe_grouped_gemm": False,
 }
-LAYOUT_WORDS: dict[str, dict[str, Any]] = {
-    "tp2": {"tensor_model_parallel_size": 2},
-    "sp": {"sequence_parallel": True},
-    "pp2": {"pipeline_model_parallel_size": 2},
-    "vpp2": {"virtual_pipeline_model_parallel_size": 2},
-    "cp2": {"context_parallel_size": 2},
-    "padded": {"use_remove_padding": False},
-    "full": {
-        "transformer": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    },
-    "selective": {"transformer": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}},
-    "a2a": {"transformer": {"cp_comm_type": "a2a"}},
-    "dropout": {"transformer": {"attention_dropout": 0.5}},
-    "overlap": {"override_ddp_config": {"use_distributed_optimizer": True, "overlap_param_gather": True}},
-    "ep2": {"expert_model_parallel_size": 2},
-    "etp1": {"expert_tensor_parallel_size": 1},
-    "aux": {"transformer": {"moe_router_load_balancing_type": "aux_loss", "moe_z_loss_coeff": 0.1}},
-    "r2": {"router_replay": EngineRouterReplayConfig(mode="R2")},
-    "r3": {"router_replay": EngineRouterReplayConfig(mode="R3")},
-    **{word: {} for word in ("one", "dp2", "vocabulary", "tied", "bias")},
-}
 BYTES = {"tp2": ["fisher", "oar_g"], "tp2 sp": ["fisher"], "cp2": ["fisher", "fisher joint"]}
+BYTES |= {"tp2 sp pp2 cp2": ["fisher"]}
 
 
-def engine_of(folder: str, layout: str, host_only: bool = False) -> Any:
+def engine_of(folder: str, name: str, host_only: bool = False) -> Any:
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    words = layout.split()
-    settings = {"sequence_parallel": False, "context_parallel_size": 1, "use_remove_padding": True, "transformer": {}}
-    for word in words:
-        transformer = settings["transformer"] | LAYOUT_WORDS[word].get("transformer", {})
-        settings |= LAYOUT_WORDS[word] | {"transformer": transformer}
+    layout = cases.MEGATRON_LAYOUTS[name]
+    settings = {"sequence_parallel": False, "context_parallel_size": 1, "use_remove_padding": True} | layout.engine
     config = McoreEngineConfig(
         **(CPU_ENGINE if ON_CPU else {}),
         use_dynamic_bsz=False,
@@ -75,8 +53,9 @@ def engine_of(folder: str, layout: str, host_only: bool = False) -> Any:
         override_transformer_config={
             **(CPU_TRANSFORMER if ON_CPU else {}),
             "sequence_parallel": settings["sequence_parallel"],
-            **settings.pop("transformer"),
+            **layout.transformer,
         },
+        router_replay=EngineRouterReplayConfig(mode=layout.replay or "disabled"),
         **settings,
     )
     if ON_CPU:
@@ -84,12 +63,11 @@ def engine_of(folder: str, layout: str, host_only: bool = False) -> Any:
     # megatron-core clips tensors on CUDA only: on a CPU its optimizer steps without clipping.
     clip = 0.0 if ON_CPU else 1.0
     optimizer = McoreOptimizerConfig(lr=1e-3, clip_grad=clip, lr_decay_steps=10, total_training_steps=10)
-    path = f"{folder}/tied" if "tied" in words else folder
-    model = HFModelConfig(path=path, use_remove_padding=config.use_remove_padding)
+    model = HFModelConfig(path=str(Path(folder, layout.model)), use_remove_padding=config.use_remove_padding)
     engine = start("megatron", host_only, model, config, optimizer)
-    if "vocabulary" in words:
-        engine.model_config.hf_config.vocab_size = world.COLUMNS
-    if "bias" in words:
+    if layout.columns is not None:
+        engine.model_config.hf_config.vocab_size = layout.columns
+    if layout.counts:
         count_tokens(engine)
     return engine
 
@@ -130,7 +108,7 @@ def ungathered(engine: Any) -> Iterator[None]:
     yield
 
 
-def bytes_moved(engine: Any, words: str) -> dict[str, int]:
+def bytes_moved(engine: Any, request: str) -> dict[str, int]:
     """Payload of the all-reduces that the pass adds, by what they carry: of a pass without log-probs, which have their own.
 
     The model's own reductions are of three dimensions, `[s, b, H]`, and verl's counts are integers or scalars. Each kind is
@@ -147,7 +125,7 @@ def bytes_moved(engine: Any, words: str) -> dict[str, int]:
             moved[kind] += tensor.numel() * tensor.element_size()
         return original(tensor, *args, **kwargs)
 
-    run(engine, around=mock.patch.object(dist, "all_reduce", counted), **cases.request(f"{words} only"))
+    run(engine, around=mock.patch.object(dist, "all_reduce", counted), **cases.REQUESTS[request] | cases.ONLY)
     most = torch.tensor(list(moved.values()))
     original(most, dist.ReduceOp.MAX)
     return dict(zip(moved, most.tolist(), strict=True))
@@ -167,42 +145,21 @@ def refusals(engine: Any) -> dict[str, str]:
     return said
 
 
-def two(folder: str) -> dict[str, Any]:
-    """One layout after the other."""
-    out: dict[str, Any] = {}
-    for layout, asked in cases.MEGATRON.items():
-        engine = engine_of(folder, layout)
-        around = ungathered(engine) if "overlap" in layout.split() else None
-        out |= asked_of(engine, layout, asked, "dp2" in layout.split(), partial(score, around=around))
-        out |= {f"{layout} {words} bytes": bytes_moved(engine, words) for words in BYTES.get(layout, [])}
-        if layout == "tp2 sp":
-            out["refusals"] = refusals(engine)
-            out |= afterwards(engine, partial(engine_of, folder, layout))
-    return out
-
-
-def mixtures(layouts: dict[str, list[str]], folder: str) -> dict[str, Any]:
-    """One layout of a mixture of experts after the other."""
-    out: dict[str, Any] = {}
-    for layout, asked in layouts.items():
-        engine = engine_of(folder, layout)
-        out |= asked_of(engine, layout, asked, "dp2" in layout.split(), score)
-        if layout == "ep2 dp2 aux full":
-            out |= afterwards(engine, partial(engine_of, folder, layout))
-    return out
-
-
-def eight(folder: str) -> dict[str, Any]:
-    """Tensor, sequence, pipeline and context parallel at once."""
-    ((layout, asked),) = cases.EIGHT.items()
-    engine = engine_of(folder, layout)
-    return {**asked_of(engine, layout, asked, False, score), "bytes": bytes_moved(engine, "fisher")}
-
-
 def main(table: str, folder: str) -> dict[str, Any]:
     join()
-    mixed = {name: partial(mixtures, cases.TABLES[name]) for name in ("mixture", "four")}
-    return {"megatron": two, "eight": eight, **mixed}[table](folder)
+    out: dict[str, Any] = {}
+    for name, (layout, requests) in cases.TABLES[table].items():
+        engine = engine_of(folder, name)
+        around = ungathered(engine) if "override_ddp_config" in layout.engine else None
+        split = engine.get_data_parallel_size() > 1
+        out |= asked_of(engine, name, requests, split, partial(score, around=around))
+        if table in ("megatron", "eight"):
+            out |= {f"{name} {request} bytes": bytes_moved(engine, request) for request in BYTES.get(name, [])}
+        if (table, name) == ("megatron", "tp2 sp"):
+            out["refusals"] = refusals(engine)
+        if (table, name) in (("megatron", "tp2 sp"), ("mixture", "ep2 dp2 aux full")):
+            out |= afterwards(engine, partial(engine_of, folder, name))
+    return out
 
 
 if __name__ == "__main__":

@@ -46,32 +46,7 @@ EVERY = list(range(8))
 IMAGES = [False] * 4, [False, True, True, False], [True] * 4
 MICRO_BATCHES_SCORED = 2  # of `EVERY`, two rows each
 UNEVEN = [[0, 1, 3, 2], [4, 5, 6, 7]]  # data parallel: rank 0 has three rows to score, rank 1 one
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "packed": {},
-    "fsdp2": {},
-    "fsdp1": {"strategy": "fsdp"},
-    "wrapped": {"strategy": "fsdp", "wrap_policy": {"min_num_params": 8000}},  # the vocabulary projection by itself
-    "padded": {"use_remove_padding": False},
-    "checkpointing": {"model": {"enable_gradient_checkpointing": True}},
-    "compiled": {"use_torch_compile": True},
-    "offload": {"param_offload": True},
-    "activations": {"model": {"enable_gradient_checkpointing": True, "enable_activation_offload": True}},
-    "lora": {"model": {"lora_rank": 4, "lora_alpha": 16, "target_modules": "all-linear"}},
-    "bf16": {"param_dtype": "bf16"},
-    "fp16": {"param_dtype": "fp16"},
-    "ulysses": {
-        "ulysses_sequence_parallel_size": 2,
-        "model": {"override_config": {"attn_implementation": ulysses.ATTENTION}},
-    },
-}
-LAYOUTS["ulysses fp16"] = LAYOUTS["ulysses"] | LAYOUTS["fp16"]
-LAYOUTS["capped"] = {}
-FUSED = {"use_fused_kernels": True, "fused_kernel_options": {"impl_backend": "torch"}}
-for name, layout in (
-    *(("fused tied", "fsdp2"), ("fused padded tied", "padded"), ("fused checkpointing tied", "checkpointing")),
-    *(("fused fsdp1", "fsdp1"), ("ulysses fused tied", "ulysses")),
-):
-    LAYOUTS[name] = LAYOUTS[layout] | {"model": LAYOUTS[layout].get("model", {}) | FUSED}
+LAYOUTS = {name: layout.engine for table in (cases.SINGLE, cases.DOUBLE) for name, (layout, _) in table.items()}
 
 
 def batch(rows: list[int], *how: bool) -> TensorDict:
@@ -202,8 +177,8 @@ def request_of(only: bool = False, **request: Any) -> dict[str, Any]:
     return asked(**limits | defaults | {"importance_only": only, **request}).to_dict()
 
 
-def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
-    """The answer to a case's request in the way of `RayPPOTrainer`, whose batches are padded."""
+def answer_to_padded(engine: Any, request: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The answer to a request in the way of `RayPPOTrainer`, whose batches are padded."""
 
     prompts, responses = zip(*world.encode(), strict=True)
     prompt_BP = world.nested(prompt.flip(0) for prompt in prompts).to_padded_tensor(-1).flip(1)  # padded on the left
@@ -213,7 +188,7 @@ def answer_to_padded(engine: Any, words: str) -> dict[str, torch.Tensor]:
     fields |= {"input_ids": token_BT, "attention_mask": real_BT, "position_ids": (real_BT.cumsum(-1) - 1).clamp(0)}
     workers = SimpleNamespace(compute_log_prob=lambda data: engine.infer_batch(with_sizes(data))["model_output"])
     needed_B = torch.tensor([needed for *_, needed in world.ROWS])
-    with engine.eval_mode(), asking(workers, needed_B, request_of(**cases.request(words)), 1, FIELDS) as answer:
+    with engine.eval_mode(), asking(workers, needed_B, request_of(**request), 1, FIELDS) as answer:
         workers.compute_log_prob(left_right_2_no_padding(DataProto.from_dict(fields).to_tensordict()))
     return answer
 
@@ -351,7 +326,7 @@ def refused(engine: Any) -> str:
     return ""
 
 
-def seeing(folder: str, layer: str, images: list[bool], words: str = "fisher") -> list[int] | str:
+def seeing(folder: str, layer: str, images: list[bool], request: str = "fisher") -> list[int] | str:
     """Statuses of responses by a model that sees images, which some rows have; or what is said of the model."""
     world.make_vision_model(Path(folder, layer), layer, "full_attention")
     engine, data = build(str(Path(folder, layer))), batch([0, 1, 3, 4])
@@ -362,7 +337,7 @@ def seeing(folder: str, layer: str, images: list[bool], words: str = "fisher") -
     data["position_ids"] = world.nested(torch.arange(len(row)).expand(4, -1).contiguous() for row in ids)
     image = {"pixel_values": torch.ones(4, 1536), "image_grid_thw": torch.tensor([[1, 2, 2]])}
     tu.assign_non_tensor_stack(data, "multi_modal_inputs", [image if one else {} for one in images])
-    tu.assign_non_tensor_data(data, REQUEST, request_of(**cases.request(words)))
+    tu.assign_non_tensor_data(data, REQUEST, request_of(**cases.REQUESTS[request]))
     try:
         with engine.eval_mode():
             return engine.infer_batch(data)["model_output"][STATUS].values().tolist()
@@ -372,8 +347,8 @@ def seeing(folder: str, layer: str, images: list[bool], words: str = "fisher") -
 
 def given_by_engines(engine: Any) -> list[torch.Tensor]:
     """Importance in the second of two steps; rollout engines score all rows in the first, and some in the second."""
-    own, engine._schedule = run(engine, **cases.request("oar_p")), None
-    values = request_of(**cases.request("oar_p shared"))
+    own, engine._schedule = run(engine, **cases.REQUESTS["oar_p"]), None
+    values = request_of(**cases.REQUESTS["oar_p shared"])
     values["config"]["perturbation"]["backend"] = "rollout"
     for step in range(2):
         data, statuses = ready(engine, EVERY), torch.cat(own[STATUS])
@@ -390,15 +365,15 @@ def given_by_engines(engine: Any) -> list[torch.Tensor]:
 def asked_of(engine: Any, layout: str, asked: list[str], split: bool, run: Callable[..., Any] = run) -> dict[str, Any]:
     """The results of these requests on this rank; the rows are split among ranks or not."""
     rows = UNEVEN[engine.get_data_parallel_rank()] if split else EVERY
-    packed = "padded" not in layout
-    return {f"{layout} {words}": run(engine, rows, packed, **cases.request(words)) for words in asked}
+    packed = engine.engine_config.use_remove_padding
+    return {f"{layout} {name}": run(engine, rows, packed, **cases.REQUESTS[name]) for name in asked}
 
 
 def single(folder: str) -> dict[str, Any]:
-    engines = {layout: build(str(cases.model_of(folder, layout)), **LAYOUTS[layout]) for layout in cases.SINGLE}
+    engines = {name: build(str(Path(folder, one.model)), **one.engine) for name, (one, _) in cases.SINGLE.items()}
     out: dict[str, Any] = {}
-    for layout, words in cases.SINGLE.items():
-        out |= asked_of(engines[layout], layout, words, split=False)
+    for name, (_, requests) in cases.SINGLE.items():
+        out |= asked_of(engines[name], name, requests, split=False)
     engine = engines["packed"]
     starved = {
         f"{layout} {where}": behind(folder, layout, partial(out_of_memory, where=where))
@@ -416,24 +391,25 @@ def single(folder: str) -> dict[str, Any]:
     out["seeing"] = {name: [seeing(folder, name, images) for images in IMAGES] for name in layers}
     out["seeing copies"] = [seeing(folder, "full_attention", images, "oar_p") for images in IMAGES]
     out["no way back"] = out_of_memory(build(folder, **LAYOUTS["fsdp1"]))
-    out["to padded"] = {words: answer_to_padded(engine, words) for words in ("fisher", "oar_p", "fisher only")}
+    padded = {name: cases.REQUESTS[name] for name in ("fisher", "oar_p", "fisher only")}
+    out["to padded"] = {name: answer_to_padded(engine, request) for name, request in padded.items()}
     return out | afterwards(engine, partial(build, folder))
 
 
 def double(folder: str) -> dict[str, Any]:
     rows_module.CHUNK = 2  # so that ranks have different numbers of chunks
     out: dict[str, Any] = {}
-    for layout, words in cases.DOUBLE.items():
-        if "ulysses" in layout:
+    for name, (layout, requests) in cases.DOUBLE.items():
+        if parallel := "ulysses_sequence_parallel_size" in layout.engine:
             ulysses.install()
         # verl puts a fused forward into the model's class.
         with mock.patch.object(Qwen2ForCausalLM, "forward", Qwen2ForCausalLM.forward):
-            engine = build(str(cases.model_of(folder, layout)), **LAYOUTS[layout])
-            out |= asked_of(engine, layout, words, split="ulysses" not in layout)
+            engine = build(str(Path(folder, layout.model)), **layout.engine)
+            out |= asked_of(engine, name, requests, split=not parallel)
     out["refused"] = [refused(build(folder))]
     with mock.patch.object(Qwen2ForCausalLM, "forward", Qwen2ForCausalLM.forward):
         for model in ("tied", "capped"):
-            engine = build(str(cases.model_of(folder, model)), **LAYOUTS["fused tied"])
+            engine = build(f"{folder}/{model}", **LAYOUTS["fused tied"])
             out["refused"].append(refused(engine))
         engine.module.lm_head.bias = torch.nn.Parameter(torch.zeros(1))
         engine.module.config.final_logit_softcapping = None
@@ -442,7 +418,6 @@ def double(folder: str) -> dict[str, Any]:
 
 
 def join() -> None:
-    """Join the other processes."""
     prediction.ENOUGH, prediction.FEWEST = world.ENOUGH, 1
     torch.set_num_threads(1)
     if get_device_name() == "cpu":

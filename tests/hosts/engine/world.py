@@ -61,7 +61,6 @@ def fails_on_a_rank(text: str) -> tuple[int, int, int] | None:
 
 
 def make_model(folder: Path, kind: type[PreTrainedConfig] = Qwen2Config, **config: Any) -> None:
-    """Save a random model and its tokenizer."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     new_model(tokenizer, kind, **config).save_pretrained(folder)
@@ -109,7 +108,6 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float64) -> PreTrainedMo
 
 
 def encode() -> list[tuple[Tensor, Tensor]]:
-    """Tokens of each prompt and response."""
     tokenizer = make_tokenizer()
     rows = [[torch.tensor(tokenizer(text)["input_ids"]) for text in texts] for *texts, _ in ROWS]
     assert max(len(response) for _, response in rows) == len(rows[6][1]) == MAX_RESPONSE_LENGTH
@@ -134,24 +132,14 @@ def segments_of(response: str) -> Tensor:
 
 @cache
 def reference(
-    folder: Path,
-    importance: str = "fisher",
-    probe: str = "answer_mean",
-    seed: int = 0,
-    columns: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    temperature: float = TEMPERATURE,
-    sigma: float = SIGMA,
-    replay: str = "",
+    folder: Path, *which: str, dtype: torch.dtype = torch.float32, replay: str = "", **how
 ) -> dict[int, Tensor]:
-    """Importance of each scored response, one at a time. `replay`: `replayed`."""
-    model = load_model(folder, dtype)
-    settings = importance, probe, seed, columns, temperature
-    scores = {}
+    """Importance of each scored response, one at a time. `which`, `how`: of `gradient_importance`; `replay`: `replayed`."""
+    model, scores = load_model(folder, dtype), {}
     for row in SCORED:
         ids = torch.cat(encode()[row])
         with replayed(model, ids, replay):
-            scores[row] = gradient_importance(model, ids, segments_of(ROWS[row][1]), *settings, sigma=sigma)
+            scores[row] = gradient_importance(model, ids, segments_of(ROWS[row][1]), *which, **how)
     return scores
 
 
@@ -164,7 +152,7 @@ def routes(ids: Tensor) -> Tensor:
 @contextmanager
 def replayed(model: PreTrainedModel, ids: Tensor, mode: str) -> Iterator[None]:
     """Route every forward of a mixture over `routes` (R3), or as the model does without noise (R2); "": as it likes."""
-    routed = {} if mode == "r2" else dict(enumerate(routes(ids).long().unbind(1)))
+    routed = {} if mode == "R2" else dict(enumerate(routes(ids).long().unbind(1)))
 
     def replay(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         chosen = routed.setdefault(layer, output[2])

@@ -15,14 +15,12 @@ UNSCORED = {5: "no_answer", 6: "truncated", 7: "no_reasoning"}
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    """Of a command line."""
     batches = ("--rollout.micro_batch_size", "3", "--train.micro_batch_size", "2", "--train.batch_size", "4")
     model = ("--actor.model_name_or_path", str(folder), "--ckpt.path", str(folder / "ckpt"))
     return ["--algo.advantage.estimator", "group_norm", "--rollout.temperature", "0.7", *batches, *model, *more]
 
 
 def rollouts(host: Any) -> list[Any]:
-    """Twelve responses."""
     tokenizer = world.make_tokenizer()
     texts = [[(prompt, False), (response, True)] for prompt, response, _ in world.ROWS]
     texts[2] = [(TURNS[0][0], False), *TURNS[1:]]

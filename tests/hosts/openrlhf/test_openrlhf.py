@@ -5,6 +5,7 @@ import subprocess
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,18 +26,14 @@ from tests.processes import ranks
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return made(tmp_path_factory.mktemp("model"))
-
-
-def made(path, *kind, **config):
-    world.make_model(path, *kind, **config)
+    path = tmp_path_factory.mktemp("model")
+    world.make_model(path)
     AutoModelForCausalLM.from_pretrained(path).bfloat16().save_pretrained(path)  # as OpenRLHF reads it
     return path
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """OpenRLHF as released."""
     return host.Host(host.unpack(tmp_path_factory.mktemp("released")))
 
 
@@ -146,25 +143,26 @@ def test_one_forward_gives_log_probs_and_the_front_doors_credit(plain, patched, 
 
 
 @pytest.mark.parametrize("flags", [[], ["--train.dynamic_batch_enable"]], ids=["fixed", "dynamic"])
-def test_metrics_reach_the_log_after_experiences_are_split_and_merged_anew(patched, folder, flags):
+def test_metrics_reach_the_log_after_experiences_are_split_and_merged_anew(patched, folder, monkeypatch, flags):
     words = ["--train.max_tokens_per_gpu", "70"] if flags else []
     experiences, made = experiences_of(patched, folder, *flags, *words, *plugin_words())
     want = {name: value[0].item() for name, value in experiences[0].info.items() if name.startswith("oar/")}
     assert want["oar/scored"] == pytest.approx(5 / 12)
     assert want["oar/fallback/any"] == pytest.approx(3 / 8)
+    nothing = SimpleNamespace(
+        args=made.args, ring_attn_group=None, get_last_lr=lambda: [0], get_grad_norm=lambda _: 0.0
+    )
+    nothing.backward = nothing.optimizer_step = Mock()
+    monkeypatch.setattr(patched.ppo_actor, "torch_dist_barrier_and_cuda_sync", Mock())
+    monkeypatch.setattr(patched.ppo_actor, "NaiveReplayBuffer", Mock(return_value=Mock(dynamic_optimizer_step=[1])))
     with patched.here():
         if flags:
             experiences = patched.experience.balance_experiences(experiences, made.args)
         items = [item for e in experiences for item in patched.experience.split_experience_batch(e)]
         items = patched.experience.remove_padding_in_sequences(items)
-        trainer = object.__new__(patched.ppo_actor.ActorPPOTrainer)
-        nothing = SimpleNamespace(ring_attn_group=None, backward=lambda *_: None, optimizer_step=lambda *_, **__: None)
-        vars(nothing).update(get_grad_norm=lambda _: 0.0)
-        trainer.strategy, trainer.args, trainer.aux_loss, trainer.ema_model = nothing, made.args, False, None
-        trainer.actor_optim, trainer.actor = None, made.actor_model_group.actors[0].actor
-        trainer.actor_loss_fn = patched.models.PolicyLoss()
-        trainer.actor_scheduler = SimpleNamespace(get_last_lr=lambda: [0])
-        trainer.replay_buffer = SimpleNamespace(dynamic_optimizer_step=[1])
+        trainer = patched.ppo_actor.ActorPPOTrainer(
+            nothing, made.actor_model_group.actors[0].actor, None, None, nothing
+        )
         tokens = {"batch_num_tokens": 1.0, "global_batch_size": 1.0, "dp_size": 1}
         found = trainer.training_step(patched.experience.make_experience_batch(items), 0.0, 0, tokens)
     logged = {name: value.mean().item() for name, value in found["metrics"].items() if name.startswith("oar/")}
@@ -173,12 +171,14 @@ def test_metrics_reach_the_log_after_experiences_are_split_and_merged_anew(patch
 
 
 @pytest.mark.parametrize("name", ["PPOTrainer", "TrainingActor"])
-def test_both_trainers_take_this_way_and_say_which_step_it_is(patched, folder, name):
+def test_both_trainers_take_this_way_and_say_which_step_it_is(patched, folder, monkeypatch, name):
     module = patched.trainer if name == "PPOTrainer" else patched.asynchronous
-    trainer = object.__new__(getattr(module, name).__ray_metadata__.modified_class)
+    queues = {} if name == "PPOTrainer" else dict.fromkeys(["vllm_lock", "rollout_queue", "rollout_slots"])
+    monkeypatch.setattr(module, "prepare_datasets", lambda *_: (None, None, 1))
     args = patched.args(*batch.words(folder, *plugin_words(dump={"dir": "credit", "every": 7, "groups": 3})))
-    vars(trainer).update(args=args, tokenizer=world.make_tokenizer(), vllm_engines=None, critic_model_group=None)
-    trainer.experience_maker = batch.maker(patched, args, batch.actor(patched, folder))
+    actors = batch.maker(patched, args, batch.actor(patched, folder)).actor_model_group
+    kind = getattr(module, name).__ray_metadata__.modified_class
+    trainer = kind(str(folder), SimpleNamespace(args=args), actors, None, None, None, None, **queues)
     trainer.actor_model_group = SimpleNamespace(async_run_method_batch=lambda **_: [])
     trainer.ppo_train = lambda step: {}
     with patched.here():

@@ -24,14 +24,11 @@ CASES = {
     "lora": {"lora": 4},
     "no scores": {"scores": False},
 }
-
-
 SHARDED = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
 """Of ZeRO-3: at 0 even a tiny model is gathered layer by layer, and let go at once."""
 
 
 def weights(engine):
-    """After a step of training."""
     parameters = [p for _, p in engine.module.named_parameters()]
     with deepspeed.zero.GatheredParameters(parameters, enabled=engine.zero_optimization_stage() == 3):
         return [p.detach().float().clone() for p in parameters]
