@@ -48,7 +48,9 @@ class Outcomes:
 
         def add(logits_NV: Tensor, chosen: slice) -> None:
             rows = self._rows.select(chosen)
-            parts.append(pool(vocabulary.log_prob(logits_NV, rows.token_N).double()[:, None], rows)[:, 0])
+            quarters = (of.split(max(1, len(rows) // 4)) for of in (logits_NV, rows.token_N))  # float64 is large
+            log_prob_N = torch.cat([vocabulary.log_prob(z.double(), own) for z, own in zip(*quarters, strict=True)])
+            parts.append(pool(log_prob_N[:, None], rows)[:, 0])
 
         read_logits(project, hidden_NH, add)
         return self._layout.sum_over_sequence_ranks(torch.stack(parts).sum(0))
