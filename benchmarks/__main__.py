@@ -25,7 +25,6 @@ STUDIES = {
     "fidelity": "how well each importance agrees with exact OAR-P and with tokens that are known to be causal",
     "labels": "how many exact scores predicted OAR-P needs, and what stands in the masked place",
     "learning": "how fast small models learn with each importance, beside GRPO, random credit and an oracle",
-    "marks": "what each credit marks: wrong and right results, filler and form",
 }
 """Each is a package with a docstring for its help, and a module `study` with `Settings`, their `check`, and `measure`."""
 

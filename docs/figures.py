@@ -397,13 +397,14 @@ def confirmation() -> str:
 
 
 def run_cost() -> str:
-    (ratio,) = (ratio for ratio in load("run_cpu")["ratios"] if ratio["name"] == "whole step, wall seconds")
-    (share,) = (phase["added_share"] for phase in load("run_cpu")["phases"] if phase["title"] == "importance")
-    low, high = ratio["interval"]
+    def ratio(page: str) -> tuple[str, str]:
+        (title, rows), *_ = load(page)["tables"].items()
+        return rows[0]["median (95 %)"].replace("(", "(95 %: "), title.removeprefix("OAR / GRPO, ")
+
+    (default, pairs), (fisher, others) = ratio("run_cpu"), ratio("run_fisher_cpu")
     return (
-        f"On a CPU, with half of the responses scored, a step with OAR took {ratio['value']:.2f} times as long as a step "
-        f"with GRPO (95 %: {low:.2f} to {high:.2f}, {ratio['pairs']} pairs of steps). Importance itself took "
-        f"{100 * share:.1f} % of a GRPO step.\n"
+        f"On a CPU, with half of the responses needing credit, a step took {default} times as long as a step with GRPO "
+        f"({pairs}, 128 responses). With `fisher` of all: {fisher} ({others}, 16 responses).\n"
     )
 
 

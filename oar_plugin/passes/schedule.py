@@ -67,26 +67,25 @@ class Schedule:
         return Answer(step.importance_T, step.status_B)
 
 
+@dataclass
 class _Step:
-    def __init__(
-        self,
-        predictor: Predictor | None,
-        host: Host,
-        request: Request,
-        packed: Packed,
-        status_B: Tensor,
-        chosen_B: Tensor | None,
-        given: Given | None,
-    ) -> None:
-        self.predictor, self.host, self.request, self.packed = predictor, host, request, packed
-        self.kind, self.given, self.status_B = request.importance_object, given, status_B
-        self.usable_B = status_B == Status.SCORED
+    predictor: Predictor | None
+    host: Host
+    request: Request
+    packed: Packed
+    status_B: Tensor
+    chosen_B: Tensor | None
+    given: Given | None
+
+    def __post_init__(self) -> None:
+        predictor, host, request, packed, given = self.predictor, self.host, self.request, self.packed, self.given
+        self.kind, self.usable_B = request.importance_object, self.status_B == Status.SCORED
         self.labelled_T = packed.reasoning_T
         if predictor is not None:
-            chosen_B = chosen_B if given is None else given.scored_B
+            chosen_B = self.chosen_B if given is None else given.scored_B
             how = self.usable_B, lambda count: host.total(count.to(host.device)), chosen_B
             self.labelled_T = labelled_tokens(predictor, request, packed, *how)
-        self.chosen_B = packed.response_T[self.labelled_T].bincount(minlength=len(status_B)) > 0
+        self.labelled_B = packed.response_T[self.labelled_T].bincount(minlength=len(self.status_B)) > 0
         self.importance_T = torch.zeros(len(packed.token_T))
         self.copies: CopyRows | None = None
         if self.kind.copies and given is None:
@@ -165,7 +164,7 @@ class _Step:
 
             return MicroBatch(scored.tap, end)
 
-        rows = (self.usable_B & self.chosen_B).nonzero()[:, 0].tolist()
+        rows = (self.usable_B & self.labelled_B).nonzero()[:, 0].tolist()
         if not self.host.gradient(rows, Work(self.request.forwards(), begin)):
             self._out_of_memory()
             score_T.zero_()

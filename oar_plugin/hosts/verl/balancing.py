@@ -30,11 +30,6 @@ def balanced_partitions(lengths: Sequence[int], scored: Sequence[bool], ranks: i
     return [sorted(order[place] for place in dealt) for dealt in get_seqlen_balanced_partitions(lifted, ranks, True)]
 
 
-def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`: micro-batches of so many rows are whole."""
-    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
-
-
 def filled_up(rows: Sequence[int], length_B: Tensor, count: int) -> Tensor:
     """`count` of a rank's rows: these, and the shortest others."""
     others = torch.ones(len(length_B), dtype=torch.bool)

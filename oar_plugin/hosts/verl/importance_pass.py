@@ -24,7 +24,7 @@ from verl.workers.engine.base import EngineRegistry
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.diagnostics import Status
 from oar_plugin.estimator import weigh_rows
-from oar_plugin.hosts.verl.balancing import filled_up, largest_divisor
+from oar_plugin.hosts.verl.balancing import filled_up
 from oar_plugin.hosts.verl.capabilities import subclass
 from oar_plugin.hosts.verl.offload import ENGINE_FIELDS
 from oar_plugin.output import logger
@@ -172,7 +172,8 @@ class ImportancePass:
     def _limit_micro_batches(self, data: TensorDict) -> None:
         name, most = self._most_at_once(data)
         if not self._is_dynamic(data):  # verl needs whole micro-batches
-            most = largest_divisor(len(data) // self._micro_batch_multiple(), most)
+            number = len(data) // self._micro_batch_multiple()
+            most = next(size for size in range(min(number, most), 0, -1) if number % size == 0)
         tu.assign_non_tensor(data, **{name: most})
 
     def _sum_over_data(self, tensor: Tensor) -> Tensor:

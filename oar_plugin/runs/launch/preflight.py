@@ -57,8 +57,7 @@ def examine(
     if not files_seen:
         unseen = "on the nodes, cannot be checked from here"
         return made, [memory, *found, *(Finding(each, "not checked", unseen) for each in ("data", "model", "reward"))]
-    model = [_examine_model(config, local), *_examine_padding(config)]
-    return made, [memory, *found, _examine_data(config), *model, _examine_reward(config)]
+    return made, [memory, *found, _examine_data(config), _examine_model(config, local), _examine_reward(config)]
 
 
 def _examine_plan(config: DictConfig, gpu: Gpu) -> tuple[Plan | None, Finding]:
@@ -131,25 +130,6 @@ def _examine_model(config: DictConfig, local: bool) -> Finding:
         return Finding("model", level, text, "name a folder, or download the model first")
     text = f"{path}, in {found}" if found else f"{path} is not in the hub's cache: the run downloads it"
     return Finding("model", "ok" if found else "note", text)
-
-
-def _examine_padding(config: DictConfig) -> list[Finding]:
-    """A note if masked copies would have a token inside that ends texts; none if the tokenizer is not on this machine."""
-    from transformers import AutoTokenizer
-
-    from oar_plugin.hosts.verl.settings import parsed
-    from oar_plugin.passes.request import replacement_fault, replacement_token
-
-    oar, path = parsed(config.algorithm), config.actor_rollout_ref.model.path
-    if not oar.importance_object.copies:
-        return []
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        token = replacement_token(oar, tokenizer)
-    except Exception:  # what a run would say of it, it says at its start
-        return []
-    fault = replacement_fault(token, tokenizer, [tokenizer.eos_token_id])
-    return [Finding("masked copies", "note", fault)] if fault else []
 
 
 def _examine_reward(config: DictConfig) -> Finding:

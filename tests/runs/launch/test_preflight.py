@@ -12,7 +12,6 @@ from pyarrow import parquet
 from oar_plugin.runs.launch import preflight
 from oar_plugin.runs.plan.known import GIB, choose_gpu
 from oar_plugin.runs.recipe import find_recipe
-from tests.hosts.engine.world import make_tokenizer
 from tests.recipes.test_recipes import composed, with_overrides
 
 RECIPE = find_recipe("qwen2_5_7b_math")
@@ -96,29 +95,6 @@ def test_what_cannot_be_seen_from_here_is_not_refused(ready, changes, where, sub
     assert found[subject].level == "not checked"
     assert said in found[subject].text
     assert "missing" not in {finding.level for finding in found.values()}
-
-
-@pytest.mark.parametrize(
-    ("pad", "changes", "noted"),
-    [
-        ("<|endoftext|>", {}, True),
-        ("<eos>", {}, True),
-        ("<pad>", {}, False),
-        (None, {}, False),  # a run refuses it
-        ("<eos>", {"algorithm.oar.perturbation.replacement": "sampled"}, False),
-        ("<eos>", {"algorithm.oar.importance": "fisher"}, False),
-        ("<eos>", {"actor_rollout_ref.model.path": "you/new"}, False),
-    ],
-)
-def test_a_padding_token_that_ends_texts_is_noted_where_copies_would_have_it(ready, tmp_path, pad, changes, noted):
-    tokenizer = make_tokenizer()
-    tokenizer.add_tokens(["<|endoftext|>"], special_tokens=True)
-    tokenizer.pad_token = pad
-    tokenizer.save_pretrained(tmp_path / "model")
-    copies = {"actor_rollout_ref.model.path": str(tmp_path / "model"), "algorithm.oar.perturbation.replacement": "pad"}
-    found = examined(ready | copies | changes).get("masked copies")
-    assert (found is not None) == noted
-    assert not noted or (found.level, found.text.split(" ends ")[0]) == ("note", repr(pad))
 
 
 def test_a_local_run_is_planned_for_the_smallest_gpu_of_this_machine(monkeypatch):
