@@ -106,6 +106,8 @@ setup(
         "recipes": [*lines(HERE / "recipes" / "requirements.txt"), "datasets>=4,<6", "hydra-core>=1.3,<2"],
         # In an environment without verl, which imports from a trl that it finds what newer ones no longer have.
         "trl": ["trl[peft]>=1.15,<2"],
+        # In an environment of its own too: it wants an older trl.
+        "swift": ["ms-swift>=4.6,<5"],
         # What benchmarks/ is made with; it stands in the checkout.
         "benchmarks": [
             "gguf>=0.19,<1",  # transformers reads SmolLM2 with it

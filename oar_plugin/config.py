@@ -269,11 +269,16 @@ class OarConfig(_Settings):
         return None if self.perturbation.fallback == "none" else self.perturbation.fallback
 
     @classmethod
-    def parse(cls, settings: Mapping[str, Any] | None, prefix: str = PREFIX, predicts: bool = True) -> "OarConfig":
-        """Validates settings, nested or dotted (`dump.dir`), which messages call `prefix`. OarConfigError: a line per fault.
+    def parse(cls, settings: Any, prefix: str = PREFIX, predicts: bool = True) -> "OarConfig":
+        """Validates a mapping of settings, nested or dotted (`dump.dir`), or None. OarConfigError: a line per fault, each of
+        which calls the settings `prefix`.
 
         `predicts`: false for a host without steps that follow one another: `amortize.share=auto` is then null.
         """
+        if not isinstance(settings, Mapping | None):
+            raise OarConfigError(
+                f'{prefix}={settings!r}: must be a mapping of settings, such as {{"importance": "fisher"}}'
+            )
         nested: dict[str, Any] = dict(settings or {})
         for key in [key for key in nested if str(key).partition(".")[0] in GROUPS.keys() - {key}]:
             group, _, name = key.partition(".")

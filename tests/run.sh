@@ -69,16 +69,18 @@ audit() {
   fi
   bash tests/audit.sh "$venv/audit/bin/pip-audit"
 }
-# Each release of TRL lies beside the environment: wherever a trl is found, verl's patch of models imports from it what is no
+# What needs its own TRL lies beside the environment: wherever a trl is found, verl's patch of models imports from it what is no
 # longer there.
-trl() {
-  if [ ! -d "$venv/trl-$1" ]; then
-    rm -rf "$venv/trl-$1.part" # of a run that was interrupted
-    "$venv/bin/pip" install --quiet --no-deps --target "$venv/trl-$1.part" "trl==$1" || return
-    mv "$venv/trl-$1.part" "$venv/trl-$1"
+beside() { # a folder of tests/hosts, a name, packages, then options of pytest
+  local host=$1 place=$venv/$2 packages=() status=0
+  shift 2
+  while [[ ${1:-} == *==* ]]; do packages+=("$1") && shift; done
+  if [ ! -d "$place" ]; then
+    rm -rf "$place.part" # of a run that was interrupted
+    "$venv/bin/pip" install --quiet --no-deps --target "$place.part" "${packages[@]}" || return
+    mv "$place.part" "$place"
   fi
-  local status=0
-  PYTHONPATH=$(realpath "$venv/trl-$1") "$venv/bin/python" -m pytest -q tests/hosts/trl "${@:2}" || status=$?
+  PYTHONPATH=$(realpath "$place") "$venv/bin/python" -m pytest -q "tests/hosts/$host" "$@" || status=$?
   [ $status = 0 ] || [ $status = 5 ] # 5: no test has the mark
 }
 run bash verl_cpu/install.sh "$venv" cpu,benchmarks,dev,docs,language,megatron,recipes
@@ -97,8 +99,11 @@ marks="not nightly"
 for ((i = 1; i < $#; i++)); do
   if [ "${!i}" = -m ]; then i=$((i + 1)) && marks=${!i}; fi
 done
-start trl-1.16.0 trl 1.16.0 -m "$marks"
-[ "$marks" != nightly ] || start trl-1.15.0 trl 1.15.0 # the older release
+start trl-1.16.0 beside trl trl-1.16.0 trl==1.16.0 -m "$marks"
+[ "$marks" != nightly ] || start trl-1.15.0 beside trl trl-1.15.0 trl==1.15.0 # the older release
+# Its own list has more, which it imports only where it is asked for.
+start swift-4.6.0 beside swift swift-4.6.0 ms-swift==4.6.0 trl==0.29.1 modelscope==1.40.2 modelscope-hub==0.5.1 \
+  dacite==1.9.2 json-repair==0.64.6 -m "$marks"
 run browser
 # Two tests at a time: most of a whole run of verl is one process that waits for the imports of another.
 status=0

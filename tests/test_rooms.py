@@ -15,7 +15,8 @@ FLOORS = [
     {"token_credit"},
     {"front_door"},
     {"hosts.vllm"},
-    {"hosts.verl", "hosts.trl", "hosts.openrlhf"},
+    {"hosts.accelerated"},
+    {"hosts.verl", "hosts.trl", "hosts.swift", "hosts.openrlhf"},
     {"runs"},
     {"cli"},
 ]

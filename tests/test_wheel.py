@@ -98,7 +98,7 @@ def test_its_metadata_is_complete_and_the_extra_cpu_has_the_requirements_of_the_
     assert {"Author: oar_plugin contributors", "License: Apache-2.0"} <= set(lines)
     assert {"Project-URL", "Keywords", "Classifier"} <= {line.split(":")[0] for line in lines}
     extras = {line.split()[1] for line in lines if line.startswith("Provides-Extra:")}
-    assert extras == {"cpu", "megatron", "recipes", "trl", "benchmarks", "language", "dev", "docs"}
+    assert extras == {"cpu", "megatron", "recipes", "trl", "swift", "benchmarks", "language", "dev", "docs"}
     wanted = [line for line in (CHECKOUT / "verl_cpu" / "requirements.txt").read_text().splitlines() if "=" in line]
     extra = [line for line in lines if line.startswith("Requires-Dist:") and 'extra == "cpu"' in line]
     assert len(extra) == len([line for line in wanted if not line.startswith("#")]) > 40

@@ -115,6 +115,9 @@ def examine(child: Child, recipe: Path | None, overrides: Sequence[str]) -> Iter
     yield from (_package(name, name in modules, faults.get(name), unseen) for name in PACKAGES)
     if not faults["verl"]:
         yield from _features(child, needed)
+    for swift in distributions(name="ms-swift"):
+        path = Path(__file__).parents[1] / "hosts" / "swift" / "plugin.py"
+        yield Finding("ms-swift", "note", swift.version, f"with OAR: --rlhf_type grpo --external_plugins {path}")
     level: Level = "ok" if gpus else "note" if on_cpu else "not checked"
     yield Finding("GPUs", level, seen, "" if gpus else "for the CPU: VERL_PLATFORM=cpu, and verl_cpu")
     yield from of_recipe

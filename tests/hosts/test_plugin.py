@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("verl")
 
 import verl  # noqa: F401
-import wrapt
 from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
 from verl.workers.engine.base import EngineRegistry
 
@@ -17,19 +16,17 @@ from tests.hosts.test_settings import config
 from tests.limits import PROCESS_S
 
 
-@pytest.mark.parametrize("why", ["broken wheel", "wrapt"])
-def test_a_failure_while_loading_or_a_missing_dependency_is_printed_and_does_not_raise(monkeypatch, capsys, why):
-    def fail(hook, name):
-        raise RuntimeError(why)
-
-    if why == "wrapt":
-        monkeypatch.setitem(sys.modules, "wrapt", None)
-    else:
-        monkeypatch.setattr(wrapt, "register_post_import_hook", fail)
-    plugin.load()
-    printed = capsys.readouterr().err
-    assert "oar_plugin failed to load" in printed
-    assert why in printed
+@pytest.mark.parametrize(
+    "name", ["wrapt", "pydantic", "oar_plugin.hosts.verl.capabilities", "oar_plugin.hosts.verl.hydra_conf"]
+)
+def test_a_missing_dependency_or_a_broken_module_is_printed_with_what_to_do_and_does_not_raise(name):
+    code = f"import sys; sys.modules[{name!r}] = None; import oar_plugin.hosts.verl.plugin; print('goes on')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PROCESS_S, check=True)
+    first, *_, cause, advice = done.stderr.strip().splitlines()
+    assert done.stdout == "goes on\n"
+    assert first.startswith("oar_plugin failed to load, so algorithm.adv_estimator=oar is unknown")
+    assert name.rpartition(".")[2] in cause
+    assert advice == plugin.ADVICE
 
 
 @pytest.mark.parametrize("silenced", [False, True])

@@ -28,13 +28,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from oar_plugin.hosts.verl import capabilities
-
 logger = logging.getLogger("oar_plugin")
 
 
 def _register(module: str, *features: str) -> None:
     """Import a module of ours, which registers its classes, unless verl lacks what all of these features hook."""
+    from oar_plugin.hosts.verl import capabilities
+
     try:
         if all(faults := [capabilities.missing(feature) for feature in features]):
             logger.info("oar_plugin leaves verl's own %s in place: %s", module, "; ".join(sum(faults, ())))
@@ -58,6 +58,8 @@ def _register_estimator(core_algos: Any) -> None:
         ours = sys.modules.get("oar_plugin.hosts.verl.ray_trainer")
         if ours is not None and ours.OarRayTrainer.running:
             return ours.advantage_to_weight(**kwargs)
+        from oar_plugin.hosts.verl import capabilities
+
         trainers = (*capabilities.TRAINERS, "ray_trainer")
         faults = [fault for trainer in trainers for fault in capabilities.missing(trainer)]
         raise RuntimeError(
@@ -67,8 +69,11 @@ def _register_estimator(core_algos: Any) -> None:
         )
 
 
+ADVICE = (
+    "Install what the line above names, or oar_plugin again (pip install --no-deps); see `oar doctor` on this node."
+)
 HOOKS: dict[str, Callable[[Any], None]] = {
-    "verl.trainer.ppo.v1": lambda package: _register("trainer", *capabilities.TRAINERS),
+    "verl.trainer.ppo.v1": lambda package: _register("trainer", "sync", "colocate_async", "separate_async"),
     "verl.trainer.ppo.ray_trainer": lambda module: _register("ray_trainer", "ray_trainer"),
     "verl.workers.engine": _register_engines,
     "verl.trainer.ppo.core_algos": _register_estimator,
@@ -94,8 +99,9 @@ def load() -> None:
         for name, hook in HOOKS.items():
             wrapt.register_post_import_hook(hook, name)
     except Exception:
-        print("oar_plugin failed to load; algorithm.adv_estimator=oar is not available:", file=sys.stderr)
+        print("oar_plugin failed to load, so algorithm.adv_estimator=oar is unknown to this process:", file=sys.stderr)
         traceback.print_exc()
+        print(f"{ADVICE}\n", file=sys.stderr)
 
 
 load()

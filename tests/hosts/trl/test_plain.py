@@ -10,8 +10,9 @@ from trl import GRPOTrainer
 from oar_plugin.credit.importance import importance_of
 from oar_plugin.hosts.trl import OarGRPOTrainer
 from oar_plugin.hosts.trl.trainer import PAY_TOKENS
+from tests.hosts.siblings import EVEN
 from tests.hosts.trl import tiny
-from tests.hosts.trl.watched import BAD, EVEN, Bad
+from tests.hosts.trl.watched import BAD, Bad
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo"]
 

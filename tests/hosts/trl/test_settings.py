@@ -14,7 +14,7 @@ from tests.hosts.trl import tiny
 
 ALL = [
     "oar.perturbation.backend=rollout: TRL's engines score no copies; allowed: actor",
-    r"oar\.base_estimator=rloo: the advantage is TRL's own .* allowed: grpo",
+    r"oar\.base_estimator=rloo: the advantage is TRL's own, .* allowed: grpo",
     "importance_sampling_level=sequence with loss_type=dapo: .* allowed: token",
 ]
 

@@ -13,18 +13,13 @@ from transformers import PreTrainedModel, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.tiny.words import make_tokenizer
+from tests.hosts import siblings
 from tests.hosts.engine.world import new_model
+from tests.hosts.siblings import PROMPTS, SIBLINGS, logged, same_weights  # noqa: F401
 
 TOKENIZER = make_tokenizer(384)
 TOKENIZER.padding_side = "left"
 LENGTH = 16
-PROMPTS = [" 3 + 4 =", " so 9 - 5 then 4 + 1 =", " 2 + 2 =", " well we add 1 + 6 ="]
-SIBLINGS = [  # of each prompt; the second is paid, the last has no answer
-    " 3 and 4 we see 7 #### 7<eos>",
-    " so well then 5 #### 5 ok ok<eos>",
-    " hmm let us add it now #### 1<eos>",
-    " well well well<eos>",
-]
 
 
 def make_model(**config: Any) -> PreTrainedModel:
@@ -50,8 +45,7 @@ def drawn(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def paid(completions: list[str], **_: Any) -> list[float]:
-    """For the answer 5, and for `well`."""
-    return [float("5" in str(text)) + 0.25 * str(text).count("well") for text in completions]
+    return [siblings.paid(str(text)) for text in completions]
 
 
 def data(prompts: list[Any], count: int = 32) -> Dataset:
@@ -117,11 +111,3 @@ def make(
 def weights(trainer: Any) -> dict[str, Tensor]:
     """As they are kept; under ZeRO-3 this process's parts."""
     return {name: getattr(one, "ds_tensor", one).detach().clone() for name, one in trainer.model.named_parameters()}
-
-
-def same_weights(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def logged(trainer: Any, name: str) -> list[float]:
-    return [line[name] for line in trainer.state.log_history if name in line]

@@ -16,17 +16,7 @@ from oar_plugin.token_credit import PaddedBatch, ReshapedBatch
 from tests.hosts.trl import tiny
 from tests.own_importance import Saliency
 
-EVEN = "python:tests.hosts.trl.watched:Even"
 BAD = "python:tests.hosts.trl.watched:Bad"
-
-
-class Even(Saliency):
-    """A whole pass, and the same for all tokens: nothing to reshape."""
-
-    name = "even"
-
-    def combine(self, parts: Parts) -> Tensor:
-        return torch.ones_like(parts.score_KBL[0])
 
 
 class Bad(Saliency):
