@@ -158,13 +158,13 @@ def batch_importance(
     status_B = torch.where(scored_B, int(Status.SCORED), int(Status.NOT_NEEDED))
     how = max_tokens, checkpoint_activations, max_over_ranks, sum_over_ranks
     host, schedule = PlainHost(model, request, packed, *how), schedule or Schedule(request.config)
-    answer = schedule.run(host, request, packed, status_B)
+    result = schedule.run(host, request, packed, status_B)
     # Some FSDP2 modules keep frozen weights gathered until a backward.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     flat = torch.zeros(token_BL.numel())
-    flat[layout.local_T] = answer.importance_T
+    flat[layout.local_T] = result.importance_T
     return flat.view(token_BL.shape).to(token_BL.device)
 
 
