@@ -1,7 +1,7 @@
 """What the trainers for TRL and ms-swift share: both run on accelerate, and a prompt's responses are consecutive rows."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -147,3 +147,8 @@ class AcceleratedCredit:
         """Metrics over the responses of all processes."""
         measure_GM, status_G = (self.accelerator.gather(x).cpu() for x in (reshaped.measure_BM, reshaped.status_B))
         return {f"oar/{name}": value for name, value in summarize(measure_GM, status_G).items()}
+
+    def _fields(self, prompt_T: Tensor, data: Mapping[str, Any], log_prob_L: Tensor | None) -> dict[str, Any]:
+        """The fields of a response's record that come from the data and from the host."""
+        truth = next((data[name] for name in TRUTH if data.get(name) is not None), None)
+        return {"prompt": self._credit.tokenizer.decode(prompt_T), "truth": truth, "log_probs": log_prob_L}

@@ -9,7 +9,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from oar_plugin.credit.answer import Segment
 from oar_plugin.credit.importance import Forward
@@ -150,9 +149,9 @@ class CopyRows:
         return torch.where(ranks_T > 0, token_T // ranks_T.clamp_min(1), self.packed.token_T)
 
     def _copies(self, numbers: range, size: int, replacement_T: Tensor) -> tuple[Packed, list[int]]:
-        """Some copies, and as many more rows as are missing for `size`: the shortest one, which is not read."""
-        token_T, begin_B, shortest = self.packed.token_T, self.packed.offsets, int(self.packed.offsets.diff().argmin())
-        rows, tokens, segments = [], list[Tensor](), list[Tensor]()
+        """Some copies, and what is missing for `size`: the batch's shortest row, if there is one, which is not read."""
+        token_T, begin_B, rows = self.packed.token_T, self.packed.offsets, list[int]()
+        tokens, segments = [token_T[:0]], [self.packed.segments_T[:0]]
         for number in numbers:
             row = int(self._row_U[number])
             where = slice(int(begin_B[row]), int(begin_B[row] + self._end_B[row]))
@@ -161,13 +160,13 @@ class CopyRows:
             rows.append(row)
             tokens.append(token_t)
             segments.append(self.packed.segments_T[where])
-        for _ in range(size - len(numbers)):
+        for shortest in begin_B.diff().argsort()[:1].tolist() * (size - len(numbers)):
             where = slice(*begin_B[shortest : shortest + 2].tolist())
             rows.append(shortest)
             tokens.append(token_T[where])
             segments.append(torch.full_like(token_T[where], int(Segment.OUTSIDE)))
-        lengths = torch.tensor([len(token_t) for token_t in tokens])
-        return Packed(torch.cat(tokens), torch.cat(segments), pad(lengths.cumsum(0), (1, 0))), rows
+        offsets = torch.tensor([len(token_t) for token_t in tokens]).cumsum(0)
+        return Packed(torch.cat(tokens), torch.cat(segments), offsets), rows
 
     def _work(self, start: int, copies: Packed) -> Work:
         def begin(numbers: Sequence[int], layout: Layout) -> MicroBatch:

@@ -63,11 +63,13 @@ class PlainHost:
         """Copies of one response share a forward behind a cached prefix, where that works."""
         answer_T, response_T = copies.segments_T == Segment.ANSWER, copies.response_T
         numbers = response_T[answer_T].unique().tolist()  # other rows only fill up
-        prefixes, token_T = Prefixes(self.model), self.packed.token_T.to(self.device)
+        prefixes, (token_T,) = Prefixes(self.model), to_device(self.device, self.packed.token_T)
         if not prefixes.usable(token_T, self.request.replacement_token, self.largest):
             self._run(numbers, copies, work)
             return
-        original_T = self.packed.token_T[self.packed.offsets[torch.tensor(like)][response_T] + copies.place_T]
+        original_T = self.packed.token_T[
+            self.packed.offsets[torch.tensor(like, dtype=torch.long)][response_T] + copies.place_T
+        ]
         # The first row that is read is before the answer.
         computed_T = (copies.token_T != original_T) | answer_T.roll(-1)
         begin_B = torch.full((len(like),), len(original_T))
@@ -96,7 +98,7 @@ class PlainHost:
         # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
         most = self.largest(len(groups))
         if most:
-            token_T = self.packed.token_T.to(self.device)
+            (token_T,) = to_device(self.device, self.packed.token_T)
             check_by_trial(self.model, self.request, token_T, partial(_read, self.model), self.largest)
         for group in groups:
             self._forward(group, packed.select(group), work)

@@ -15,7 +15,7 @@ from oar_plugin.passes.plain import batch_importance
 from tests.asked import asked
 from tests.credit.test_golden import every_file, load
 from tests.hosts.engine.world import Candidate, drawn, one_by_one, outcome
-from tests.passes.batch import SIZE, padded, random_model, unpadded
+from tests.passes.batch import SIZE, padded, positions, random_model, unpadded
 
 every_probe = pytest.mark.parametrize("probe", PROBES)
 
@@ -155,3 +155,31 @@ def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, mine,
     read, copies, forwards = asked_for
     assert (read + forwards, copies) == (made, sum(int((s == Segment.REASONING).sum()) for _, s in mine))
     assert len(calls) - made == 2 * 60
+
+
+def test_a_copy_that_changes_nothing_has_a_score_of_zero_and_one_rank_may_have_no_rows(llama):
+    """A copy with the token that stands there is its original. A rank without rows runs forwards for the others."""
+    ids, segments = RESPONSES[0]
+    same = ids.clone()
+    same[positions(segments)[3]] = 0
+    for max_tokens in (1, 10_000):
+        (got,) = run(llama, [(same, segments)], max_tokens)
+        assert ((got[positions(segments)] < 1e-12).nonzero()[:, 0] == 3).all()
+    nothing = torch.zeros(0, 5, dtype=torch.long)
+    request = asked("oar_p", replacement_token=0)
+    assert batch_importance(
+        llama, request, nothing, nothing, nothing.bool(), 80, max_over_ranks=lambda n: n or 3
+    ).shape == (0, 5)
+
+
+def test_ranks_agree_on_whole_copies(monkeypatch):
+    """One rank's trial of a prefix fails."""
+    model, verdicts = random_model(initializer_range=0.3).double(), []
+
+    def max_over_ranks(count):
+        verdicts.append(count)
+        return int(count or len([one for one in verdicts if one == 0]) == 2)  # the second 0 is of the trial of a prefix
+
+    monkeypatch.setattr("oar_plugin.passes.copies.CHUNK", 10**6)
+    run(model, RESPONSES[:1], max_over_ranks=lambda count: count or max_over_ranks(count))
+    assert prefix.WORKS[model] is False

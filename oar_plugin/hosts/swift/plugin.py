@@ -8,7 +8,6 @@ from oar_plugin.config import OarConfigError
 from oar_plugin.hosts.swift import settings
 
 if "swift.megatron" in sys.modules:
-    why = "its trainers compute advantages within their steps, where nothing can be added; allowed: swift rlhf"
-    raise OarConfigError(f"megatron rlhf: {why}")
+    raise OarConfigError("megatron rlhf: nothing can be added to advantages within its steps; allowed: swift rlhf")
 settings()  # a fault stops the run before it loads a model
 TrainerFactory.TRAINER_MAPPING["grpo"] = "oar_plugin.hosts.swift.trainer.OarGRPOTrainer"

@@ -14,7 +14,7 @@ from swift.rlhf_trainers import GRPOTrainer
 from torch import Tensor
 from torch.nn.functional import pad
 
-from oar_plugin.hosts.accelerated import TRUTH, AcceleratedCredit, judged
+from oar_plugin.hosts.accelerated import AcceleratedCredit, judged
 from oar_plugin.hosts.swift import settings
 from oar_plugin.output import warn_once
 from oar_plugin.token_credit import PaddedBatch
@@ -63,10 +63,10 @@ class OarGRPOTrainer(AcceleratedCredit, GRPOTrainer):
         super()._postprocess_batch(samples, batch_encoded_inputs)
         if not self.model.training:  # an evaluation has a loss, but learns nothing from it
             return
-        if self.dynamic_num_samples:
-            warn_once("oar: a scheduler made several samples of one response; they are trained as plain GRPO")
-            return
         made = [one["grpo_batch"] for one in batch_encoded_inputs]
+        if self.dynamic_num_samples or any(one.teacher_per_token_logps is not None for one in made):
+            warn_once("oar: samples that a scheduler split, or that a teacher judges, are trained as without OAR")
+            return
         batch = _joined([one["model_inputs"] for one in batch_encoded_inputs], made)
         length, device = batch.response_BL.shape[1], batch.response_BL.device
         how = self.num_generations, self.scale_rewards == "gdpo", self.scale_rewards == "batch"
@@ -87,15 +87,9 @@ class OarGRPOTrainer(AcceleratedCredit, GRPOTrainer):
             one.advantages = advantage_bL[:, length - one.advantages.shape[1] :]
 
     def _known(self, samples: list[Any], batch: PaddedBatch, log_prob_BL: Tensor, row: int) -> dict[str, Any]:
-        """The fields of a response's record that come from the data and from ms-swift."""
         end = batch.prompt_columns + batch.responses[row][0].start
-        prompt = batch.token_BT[row, :end][batch.mask_BT[row, :end].bool()]
-        data = samples[row].extra
-        return {
-            "prompt": self.tokenizer.decode(prompt),
-            "truth": next((data[name] for name in TRUTH if data.get(name) is not None), None),
-            "log_probs": log_prob_BL[row],
-        }
+        prompt_T = batch.token_BT[row, :end][batch.mask_BT[row, :end].bool()]
+        return self._fields(prompt_T, samples[row].extra, log_prob_BL[row])
 
 
 def _left(rows: Sequence[Tensor], width: int) -> Tensor:

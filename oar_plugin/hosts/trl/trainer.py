@@ -15,7 +15,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from oar_plugin.config import OarConfig
-from oar_plugin.hosts.accelerated import PREFIX, TRUTH, AcceleratedCredit, judged
+from oar_plugin.hosts.accelerated import PREFIX, AcceleratedCredit, judged
 from oar_plugin.passes.request import Request
 from oar_plugin.passes.segments import longest_of
 from oar_plugin.passes.taps import logit_changes
@@ -103,10 +103,6 @@ class OarGRPOTrainer(AcceleratedCredit, GRPOTrainer):
         return super()._importance(batch, segments_BL, request)
 
     def _known(self, inputs: list[dict[str, Any]], output: dict[str, Any], row: int) -> dict[str, Any]:
-        """The fields of a response's record that come from the data (`inputs`) and from TRL (`output`)."""
         log_prob_BL = output.get("old_per_token_logps", output.get("sampling_per_token_logps"))
-        return {
-            "prompt": self._tokenizer.decode(output["prompt_ids"][row][output["prompt_mask"][row].bool()]),
-            "truth": next((inputs[row][name] for name in TRUTH if inputs[row].get(name) is not None), None),
-            "log_probs": None if log_prob_BL is None else log_prob_BL[row],
-        }
+        prompt_T = output["prompt_ids"][row][output["prompt_mask"][row].bool()]
+        return self._fields(prompt_T, inputs[row], None if log_prob_BL is None else log_prob_BL[row])

@@ -16,6 +16,7 @@ from oar_plugin.credit.answer import Segment
 from oar_plugin.hosts import swift
 from oar_plugin.hosts.swift import trainer as host
 from oar_plugin.page.sources import read
+from oar_plugin.token_credit import TokenCredit
 from tests.hosts.siblings import EVEN, SIBLINGS, logged, same_weights
 from tests.hosts.swift import tiny, worker
 from tests.hosts.swift.tiny import Oar, Plain, train, weights
@@ -89,12 +90,33 @@ def test_weights_multiply_advantages_and_dumps_can_be_read(folder):
 
 
 @pytest.mark.parametrize(
-    ("reward", "bad", "scored"), [("none", 0.25, 0.5), ("infinite", 1.0, 0.0), ("equal", 0.0, 0.0)]
+    ("flags", "bad", "scored"),
+    [
+        ({"reward_funcs": "none"}, 0.25, [0.5, 0.5]),
+        ({"reward_funcs": "infinite"}, 1.0, [0, 0]),
+        ({"reward_funcs": "equal"}, 0.0, [0, 0]),
+        ({"reward_funcs": "equal", "kl_in_reward": "true", "beta": 0.5}, 0.0, [0, 0.75]),  # from the first update on
+    ],
 )
-def test_bad_rewards_fall_back_and_are_counted(folder, reward, bad, scored):
-    trained = train(Oar, folder, reward_funcs=reward)
+def test_bad_rewards_fall_back_and_are_counted(folder, flags, bad, scored):
+    trained = train(Oar, folder, **flags)
     assert logged(trained, "oar/fallback/bad_reward") == [bad, bad]
-    assert logged(trained, "oar/scored") == [scored, scored]
+    assert logged(trained, "oar/scored") == scored
+
+
+def test_the_pass_takes_no_more_memory_than_the_hosts_own_forwards(folder, monkeypatch):
+    asked, importance = [], TokenCredit.importance
+
+    def watched(*given, **how):
+        asked.append((given[2], how))
+        return importance(*given, **how)
+
+    monkeypatch.setattr(TokenCredit, "importance", watched)
+    train(Oar, folder, gradient_checkpointing="true")
+    assert all(how["max_tokens"] == 4 * int(batch.mask_BT.sum(1).max()) for batch, how in asked[::2]), (
+        "every other call is the front door's"
+    )
+    assert all(how["checkpoint_activations"] for _, how in asked[::2])
 
 
 @pytest.mark.parametrize(
