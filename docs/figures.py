@@ -422,24 +422,22 @@ def errors() -> str:
 
 
 def architectures() -> str:
-    """Of each causal LM of transformers: whether its scores are right, or why it is refused."""
+    """How many causal LMs of transformers have right scores; which are refused, by reason, and which were not built."""
     seen = json.loads((ROOT / "tests" / "passes" / "architectures.json").read_text(encoding="utf-8"))
     classes = seen["architectures"].items()
-    equal = [one["type"] for _, one in classes if one.get("copies") == "equal"]
-    unbuilt = [f"`{name}` ({one['not built']})" for name, one in classes if "not built" in one]
-    refused = [(name, one["gradient"], one["copies"]) for name, one in classes if "refused" in one.get("copies", "")]
-    rows = [
-        [f"`{name}`", "equal" if gradient == "equal" else "refused", copies.removeprefix("refused: ").replace("|", "/")]
-        for name, gradient, copies in refused
-    ]
+    right = sum(one.get("copies") == "equal" for _, one in classes)
+    unbuilt = [f"`{name}`" for name, one in classes if "not built" in one]
+    refused: dict[str, list[str]] = {}
+    for name, one in classes:
+        if "refused" in one.get("copies", ""):
+            why = one["copies"].removeprefix("refused: ")
+            where = "`oar_p` only: " if one["gradient"] == "equal" else ""
+            refused.setdefault(where + why, []).append(f"`{name}`")
     return (
-        f"transformers {seen['transformers']} has {len(classes)} classes. {len(equal)} have the right scores, {len(refused)} "
-        f"are refused, {len(unbuilt)} were not built.\n\n"
-        + textwrap.fill(
-            f"**Right**, by gradient and by masked copies: {', '.join(equal)}.", 120, break_on_hyphens=False
-        )
-        + f"\n\n{table(' refused | by gradient | why ', rows)}\n"
-        + textwrap.fill(f"**Not built**: {', '.join(unbuilt)}.", 120)
+        f"Of {len(classes)} classes of transformers {seen['transformers']}, {right} have right scores.\n\n"
+        + table(" refused | why ", ([", ".join(names), why] for why, names in refused.items()))
+        + "\n"
+        + textwrap.fill(f"Not built: {', '.join(unbuilt)}.", 128)
         + "\n"
     )
 
