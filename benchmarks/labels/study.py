@@ -86,7 +86,7 @@ class GivenUnits(CopyRows):
         self._at_Us = pad_sequence([torch.tensor(unit) for unit in unit_list], True, padding_value=-1)
 
     def begin_read(self, rows: Sequence[int], layout: Layout) -> MicroBatch:
-        tap = self.reading(rows, self.packed, layout)
+        tap = self.tap(rows, self.packed, layout)
         assert tap is not None
         return MicroBatch(lambda forward: tap)
 
@@ -168,10 +168,8 @@ class Collector:
             WORKS[model] = False
         for given_T, unit_list in asked:
             request = Request(config, config.probe, SEED)
-            host, copies = (
-                PlainHost(model, request, packed, MAX_TOKENS),
-                GivenUnits(request, packed, unit_list, given_T),
-            )
+            host = PlainHost(model, request, packed, MAX_TOKENS)
+            copies = GivenUnits(request, packed, unit_list, given_T)
             host.read([0], Work([Forward(None)], copies.begin_read))
             found.append(copies.scores(host).double())
         WORKS.pop(model, None)

@@ -1,7 +1,7 @@
-"""What TRL's and ms-swift's trainers share: they run on accelerate, and a prompt's responses are consecutive rows."""
+"""What the trainers for TRL and ms-swift share: both run on accelerate, and a prompt's responses are consecutive rows."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,13 +21,13 @@ TRUTH = ("ground_truth", "solution", "answer")  # columns with the right answer,
 
 
 def judged(reward_GF: Tensor, weight_F: Tensor, size: int, each: bool, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The weighted sums of the rewards of all processes' responses, `[G]`; whether a sum is NaN, or normalised with an infinite
-    one (bool); whether the rewards of a response's group differ (bool). On the CPU.
+    """What the rewards say of the G responses of all processes, `[G]` each, on the CPU: the weighted sum; whether it is NaN, or
+    is normalised together with an infinite one (bool); whether the rewards of the response's group differ (bool).
 
-    `reward_GF`, by F functions: NaN where one gave none. `size`: responses to a prompt. `each`: the host compares the rewards
-    of each function, not their sum. `whole`: it normalises over all prompts.
+    `reward_GF`: from F functions; NaN where a function gave none. `size`: responses to a prompt. `each`: the host compares the
+    rewards of each function, not their sum. `whole`: it normalises over all prompts.
     """
-    # NaN where no function gave a reward: hosts leave it out. An infinite one spoils all that it is normalised with.
+    # Hosts leave NaN out, unless no function gave a reward. An infinite one spoils all that it is normalised with.
     part_GF = (reward_GF * weight_F.to(reward_GF.device)).nan_to_num(0.0, torch.inf, -torch.inf)
     part_GF = part_GF.masked_fill(reward_GF.isnan().all(1, keepdim=True), torch.nan).cpu()
     reward_G = part_GF.sum(1)
@@ -39,7 +39,7 @@ def judged(reward_GF: Tensor, weight_F: Tensor, size: int, each: bool, whole: bo
 
 
 class AcceleratedCredit:
-    """What OAR adds to such a trainer. Put its subclass before the trainer in the list of bases."""
+    """What OAR adds to such a trainer: a base class that comes before the host's trainer."""
 
     host: ClassVar[str]  # its name
     oar: OarConfig
@@ -54,8 +54,8 @@ class AcceleratedCredit:
     num_iterations: int
     _metrics: dict[str, Any]
 
-    def _begin(self, tokenizer: Any) -> None:
-        """The end of the constructor. OarConfigError, UnsupportedModelError: what cannot work, and what is allowed."""
+    def _add_credit(self, tokenizer: Any) -> None:
+        """Ends the constructor. OarConfigError, UnsupportedModelError: what cannot work, and what is allowed."""
         if faults := self._faults():
             raise OarConfigError("\n".join(faults))
         check_model(self.model)
@@ -66,7 +66,7 @@ class AcceleratedCredit:
         return [f"{setting}: {why}" for setting, wrong, why in self._refused() if wrong]
 
     def _refused(self) -> list[tuple[str, Any, str]]:
-        """Settings of OAR and the host with their values, whether they are wrong, and why, with what is allowed."""
+        """Settings of OAR and the host: name and value, whether it cannot work, and why, with what is allowed."""
         args, oar = self.args, self.oar
         model = self.accelerator.unwrap_model(self.model)
         tp_size = getattr(args.parallelism_config, "tp_size", 1)
@@ -97,21 +97,22 @@ class AcceleratedCredit:
         batch: PaddedBatch,
         advantage_BL: Tensor,
         needed_B: Tensor,
-        judged: Sequence[Tensor],
+        judged: tuple[Tensor, Tensor, Tensor],
         request: Request,
         known: Callable[[int], dict[str, Any]],
         cut_B: Tensor | None = None,
     ) -> ReshapedBatch:
         """Scores this process's responses and weighs their advantages; writes metrics and dumps.
 
-        `needed_B` (bool): responses with an advantage; of these, a group whose rewards are equal is not scored. `cut_B` (bool):
-        responses that the host knows to be truncated. `known`: fields of a row's record.
+        `needed_B` (bool): responses with an advantage; of these, a group whose rewards are equal is not scored. `judged`: what
+        the function of this name returns. `cut_B` (bool): responses that the host knows to be truncated. `known`: of a row's
+        record, the fields that the host knows.
         """
         started, credit, step = time.perf_counter(), self._credit, self.state.global_step + 1
-        reward_G, *of_all = judged
+        reward_G, bad_G, differ_G = judged
         first = self.accelerator.process_index * len(needed_B)  # row 0 in the batch of all processes
         here = slice(first, first + len(needed_B))
-        bad_B, differ_B = torch.stack(of_all)[:, here].to(needed_B.device)
+        bad_B, differ_B = torch.stack([bad_G, differ_G])[:, here].to(needed_B.device)
         needed_B = needed_B & differ_B & ~bad_B & batch.response_BL.any(-1)
         cut_B = torch.zeros_like(needed_B) if cut_B is None else cut_B
         segments_BL, status_B = credit.segments(batch, needed_B & ~cut_B, request)

@@ -1,4 +1,4 @@
-"""Masked copies as rows of a host's own forward: slower than behind a cached prefix, but wherever log-probs work.
+"""Masked copies as rows of a host's own forward: they work wherever log-probs do.
 
 The read gives the outcomes without replacements, and with `replacement=sampled` the tokens to put in. Then copies run, in
 chunks, shortened to the end of the answer; an outcome becomes a score at once. Shape suffix U: units, each with one copy.
@@ -70,7 +70,7 @@ class CopyRows:
 
     @cached_property
     def _end_B(self) -> Tensor:
-        """The end of each copy: behind the token that the probe's last row predicts. 0 without an answer."""
+        """The end of each copy: after the token that the probe's last row predicts. 0 without an answer."""
         packed = self.packed
         answer_T = packed.segments_T == Segment.ANSWER
         rows = answer_rows(answer_T, packed.response_T, packed.token_T, len(packed.offsets) - 1, self.request.probe)
@@ -79,16 +79,16 @@ class CopyRows:
 
     @cached_property
     def _seed_B(self) -> Tensor:
+        """Seeds of draws: hashes of each sequence up to the end of its answer."""
         packed, count = self.packed, len(self.packed.offsets) - 1
         answer_T = packed.segments_T == Segment.ANSWER
-        last_B = torch.full((count,), -1).scatter_reduce(
-            0, packed.response_T[answer_T], packed.place_T[answer_T], "amax"
-        )
+        at_answer = 0, packed.response_T[answer_T], packed.place_T[answer_T]
+        last_B = torch.full((count,), -1).scatter_reduce(*at_answer, "amax")
         until_T = packed.place_T <= last_B[packed.response_T]
         return response_seeds(packed.token_T[until_T], packed.response_T[until_T], count, self.request.seed)
 
-    def reading(self, rows: Sequence[int], packed: Packed, layout: Layout) -> Tap | None:
-        """What a forward of these rows, `packed`, is to read for their copies; None: nothing."""
+    def tap(self, rows: Sequence[int], packed: Packed, layout: Layout) -> Tap | None:
+        """What a forward of these rows, `packed`, reads for their copies; None: nothing."""
         copied_b, at_t = self._copied_B[list(rows)], self.packed.at(rows)
         if not copied_b.any():
             return None
@@ -97,8 +97,8 @@ class CopyRows:
         drawn_R = drawn_t.nonzero()[:, 0]
         drawn_R = drawn_R[layout.local_T[drawn_R - 1] >= 0]
         seed_R = position_seeds(self._seed_B[list(rows)][packed.response_T[drawn_R]], packed.place_T[drawn_R])
-        copied = to_device(layout.device, layout.local_T[drawn_R - 1], packed.token_T[drawn_R], seed_R)
-        local_R, token_R, seed_R = copied
+        drawn = layout.local_T[drawn_R - 1], packed.token_T[drawn_R], seed_R
+        local_R, token_R, seed_R = to_device(layout.device, *drawn)
         count = len(outcomes.position_N)
 
         def probe(project: Project, hidden_NH: Tensor) -> None:

@@ -14,21 +14,21 @@ from oar_plugin.passes.taps import Tap
 
 @dataclass(frozen=True)
 class MicroBatch:
-    tap: Callable[[Forward], Tap]  # what a forward computes
-    # called behind the last forward with the log-prob of each packed token, on any device, if the host has them
+    """`tap` returns what a forward computes. `end` takes the log-prob of each packed token, on any device, or None."""
+
+    tap: Callable[[Forward], Tap]
     end: Callable[[Tensor | None], None] = lambda log_prob_T: None
 
 
 @dataclass(frozen=True)
 class Work:
-    """Forwards over some rows. For each micro-batch a host calls `begin`, runs its model once for each of `forwards`, in this
-    order, under its `tap`, and calls `end`. Ranks that share rows call `end` in the same order.
+    """Forwards over some rows. For each micro-batch a host calls `begin` with the numbers of its rows and where their tokens
+    are, then runs its model once for each of `forwards`, in this order, under `MicroBatch.tap`, and calls `MicroBatch.end`.
+    Ranks that share rows call `end` in the same order.
     """
 
     forwards: list[Forward]
-    begin: Callable[
-        [Sequence[int], Layout], MicroBatch
-    ]  # numbers of the micro-batch's rows, and where their tokens are
+    begin: Callable[[Sequence[int], Layout], MicroBatch]
 
     @property
     def reads_only(self) -> bool:
@@ -39,7 +39,7 @@ class Host(Protocol):
     """One batch of a host. All ranks call the same methods in the same order."""
 
     device: torch.device
-    gives_log_probs: bool  # whether `read` gives `Work.end` the host's own
+    gives_log_probs: bool  # whether `read` gives them to `MicroBatch.end`
 
     def read(self, rows: Sequence[int], work: Work | None) -> bool:
         """Runs the host's own log-prob forward over the whole batch; without one, these rows, if there is work. Returns whether
@@ -53,7 +53,7 @@ class Host(Protocol):
         """Runs other sequences without a graph. `like`: the row that each one copies."""
 
     def whole(self, count: int) -> int:
-        """The smallest number of rows of whole micro-batches, `count` or more."""
+        """The smallest number of rows, `count` or more, that fills whole micro-batches."""
 
     def share(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that hold the same rows. It may overwrite its argument."""

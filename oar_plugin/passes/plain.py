@@ -49,11 +49,11 @@ class PlainHost:
 
     def read(self, rows: Sequence[int], work: Work | None) -> bool:
         if work is not None:
-            self._run(rows, work)
+            self._run(rows, self.packed, work)
         return True
 
     def gradient(self, rows: Sequence[int], work: Work) -> bool:
-        self._run(rows, work)
+        self._run(rows, self.packed, work)
         return True
 
     def share(self, tensor: Tensor) -> Tensor:
@@ -64,25 +64,25 @@ class PlainHost:
         answer_T, response_T = copies.segments_T == Segment.ANSWER, copies.response_T
         numbers = response_T[answer_T].unique().tolist()  # other rows only fill up
         prefixes, token_T = Prefixes(self.model), self.packed.token_T.to(self.device)
-        if not prefixes.work(token_T, self.request.replacement_token, self.largest):
-            self._run(numbers, work, copies)
+        if not prefixes.usable(token_T, self.request.replacement_token, self.largest):
+            self._run(numbers, copies, work)
             return
-        own_T = self.packed.token_T[self.packed.offsets[torch.tensor(like)][response_T] + copies.place_T]
-        computed_T = (copies.token_T != own_T) | answer_T.roll(-1)  # the first row that is read is before the answer
-        begin_B = torch.full((len(like),), len(own_T))
+        original_T = self.packed.token_T[self.packed.offsets[torch.tensor(like)][response_T] + copies.place_T]
+        # The first row that is read is before the answer.
+        computed_T = (copies.token_T != original_T) | answer_T.roll(-1)
+        begin_B = torch.full((len(like),), len(original_T))
         begin_B = begin_B.scatter_reduce(0, response_T[computed_T], copies.place_T[computed_T], "amin")
-        forwards, length_B = list[tuple[int, list[int]]](), copies.offsets.diff()
+        groups_of, length_B = dict[int, list[list[int]]](), copies.offsets.diff()
         for row, some in groupby(numbers, like.__getitem__):
             of_row = list(some)
-            places = groups_behind(begin_B[of_row].tolist(), int(length_B[of_row[0]]), self.max_tokens)
-            forwards += [(row, [of_row[place] for place in group]) for group in places]
-        count = len(forwards) + len({row for row, _ in forwards})
+            groups = groups_behind(begin_B[of_row].tolist(), int(length_B[of_row[0]]), self.max_tokens)
+            groups_of[row] = [[of_row[index] for index in group] for group in groups]
+        count = sum(1 + len(groups) for groups in groups_of.values())  # one fills the cache
         idle = self.largest(count) - count
-        for row, groups in groupby(forwards, lambda forward: forward[0]):
-            of_groups = [group for _, group in groups]
-            start, last = int(self.packed.offsets[row]), int(begin_B[of_groups[-1][-1]])
+        for row, groups in groups_of.items():
+            start, last = int(self.packed.offsets[row]), int(begin_B[groups[-1][-1]])
             cache = prefixes.of(token_T[start : start + max(1, last)])
-            for group in of_groups:
+            for group in groups:
                 begin = int(begin_B[group[0]])
                 self._forward(group, copies.select(group), work, begin, prefixes.behind(cache, begin))
         for _ in range(idle):
@@ -91,28 +91,24 @@ class PlainHost:
     def whole(self, count: int) -> int:
         return count
 
-    def _run(self, rows: Sequence[int], work: Work, packed: Packed | None = None) -> None:
-        packed = self.packed if packed is None else packed
-        groups = of_like_length(torch.tensor(rows, dtype=torch.long), packed.offsets.diff(), self.max_tokens)
+    def _run(self, rows: Sequence[int], packed: Packed, work: Work) -> None:
+        groups = of_like_length(rows, packed.offsets.diff(), self.max_tokens)
         # Called before the first forward, because forwards gather weights, and two collective operations must not overlap.
         most = self.largest(len(groups))
         if most:
-            self._check()
+            token_T = self.packed.token_T.to(self.device)
+            check_by_trial(self.model, self.request, token_T, partial(_read, self.model), self.largest)
         for group in groups:
-            self._forward(group.tolist(), packed.select(group.tolist()), work)
+            self._forward(group, packed.select(group), work)
         for _ in range(most - len(groups)):
             self._forward([], NOTHING, work)
-
-    def _check(self) -> None:
-        read = partial(_read, self.model)
-        check_by_trial(self.model, self.request, self.packed.token_T.to(self.device), read, self.largest)
 
     def _forward(
         self, rows: Sequence[int], packed: Packed, work: Work, begin: int = 0, cached: dict[str, Any] | None = None
     ) -> None:
-        """One micro-batch, of equally long rows without their first `begin` tokens if these are `cached`.
+        """One micro-batch. `cached`: the model's arguments with a cache of each row's first `begin` tokens, which are left out.
 
-        Padding behind each row needs no mask and no positions: models count these in different ways.
+        Padding after each row needs no mask and no positions: models count these in different ways.
         """
         length_B = packed.offsets.diff()
         keep_BL = torch.arange(max(1, int(length_B.max()))) < length_B[:, None]
@@ -120,8 +116,7 @@ class PlainHost:
         row_T, place_T = keep_BL.nonzero().T
         local_T = (row_T * input_BL.shape[1] + place_T - begin).where(place_T >= begin, -1)
         layout = Layout(local_T, local_T, input_BL.numel(), self.device)
-        idle = partial(MicroBatchPass, self.request, packed, layout)
-        micro_batch = work.begin(rows, layout) if rows else MicroBatch(idle().tap)
+        micro_batch = work.begin(rows, layout) if rows else MicroBatch(MicroBatchPass(self.request, packed, layout).tap)
         (input_BL,) = to_device(self.device, input_BL)
         with ModelTaps(self.model, self.checkpoint_activations, reads_only=work.reads_only) as taps:
             for forward in work.forwards:
@@ -163,13 +158,13 @@ def batch_importance(
     status_B = torch.where(scored_B, int(Status.SCORED), int(Status.NOT_NEEDED))
     how = max_tokens, checkpoint_activations, max_over_ranks, sum_over_ranks
     host, schedule = PlainHost(model, request, packed, *how), schedule or Schedule(request.config)
-    answer = schedule.run(host, request, packed, status_B)
+    result = schedule.run(host, request, packed, status_B)
     # Some FSDP2 modules keep frozen weights gathered until a backward.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     flat = torch.zeros(token_BL.numel())
-    flat[layout.local_T] = answer.importance_T
+    flat[layout.local_T] = result.importance_T
     return flat.view(token_BL.shape).to(token_BL.device)
 
 
@@ -181,15 +176,15 @@ def _read(model: nn.Module, sequences: list[Tensor]) -> list[Reading]:
     return [reading]
 
 
-def of_like_length(rows: Tensor, length_B: Tensor, max_tokens: int) -> list[Tensor]:
-    """Splits rows into micro-batches of similar length; returns the row indices of each."""
-    groups: list[list[int]] = []
-    for row in rows[length_B[rows].argsort(stable=True)].tolist():
-        if groups and (len(groups[-1]) + 1) * int(length_B[row]) <= max_tokens:
+def of_like_length(rows: Sequence[int], length_B: Tensor, max_tokens: int) -> list[list[int]]:
+    """Splits row indices into micro-batches of similar length. A row of more than `max_tokens` is alone."""
+    groups, lengths = list[list[int]](), length_B.tolist()
+    for row in sorted(rows, key=lengths.__getitem__):
+        if groups and (len(groups[-1]) + 1) * lengths[row] <= max_tokens:
             groups[-1].append(row)
         else:
             groups.append([row])
-    return [torch.tensor(group) for group in groups]
+    return groups
 
 
 @contextmanager

@@ -18,12 +18,14 @@ from oar_plugin.output import logger
 from oar_plugin.passes.taps import ModelTaps, Tap, UnsupportedModelError, unwrapped
 from oar_plugin.passes.trial import TOKENS, change, rounding, trial_tokens
 
-WASTE = 1 / 16  # most of `max_tokens` that a forward spends on tokens before the first replaced one of their copy
+WASTE = 1 / 16  # largest share of `max_tokens` that a forward computes although a longer prefix would have it
 WORKS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether a copy behind a cached prefix gives what a whole copy gives, of models that were tried."""
 
 
 class Prefixes:
+    """Caches of a model, and whether it works with them."""
+
     def __init__(self, module: nn.Module) -> None:
         self._module, self._model = module, unwrapped(module)
         config: Any = self._model.config
@@ -34,8 +36,8 @@ class Prefixes:
             type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers
         )
 
-    def work(self, token_T: Tensor, replacement_token: int | None, max_over_ranks: Callable[[int], int]) -> bool:
-        """Whether copies may run behind a prefix. The first call for a model tries; all ranks make it together.
+    def usable(self, token_T: Tensor, replacement_token: int | None, max_over_ranks: Callable[[int], int]) -> bool:
+        """Whether copies may run behind a prefix. The first call for a model tries it: all ranks make this call together.
 
         UnsupportedModelError: a forward with a cache fails. Afterwards a sharded model may not run again.
         """
@@ -68,23 +70,23 @@ class Prefixes:
         return cache
 
     def behind(self, cache: DynamicCache, length: int) -> dict[str, Any]:
-        """Arguments of a forward of any number of copies behind the first `length` positions of `cache`."""
+        """Arguments of a forward of copies, any number of them, whose first `length` positions are in `cache`."""
         return {"use_cache": True, self._name: _shared(cache, length)}
 
     def _logits(self, token_KT: Tensor, row_N: Tensor, cache: DynamicCache) -> Tensor:
         """Logits of rows `row_N` of the flat batch. Extends an empty `cache`, reads a filled one."""
         logits: list[Tensor] = []
         with torch.no_grad(), ModelTaps(self._module, reads_only=True) as taps:
-            taps.tap = Tap(row_N, lambda project, hidden_NH: logits.extend([project(hidden_NH)] if len(row_N) else []))
+            taps.tap = Tap(row_N, lambda project, hidden_NH: logits.append(project(hidden_NH)))
             # Without positions: the model counts its own, which need not begin with 0.
             self._module(input_ids=token_KT, use_cache=True, **{self._name: cache})
-        return logits[0] if logits else torch.zeros(0)
+        return logits[0]
 
 
 def groups_behind(begins: Sequence[int], length: int, max_tokens: int) -> list[list[int]]:
-    """Splits copies of one response, whose first replaced token is at `begins`, into groups that share a forward.
+    """Splits copies of one response into groups that share a forward. `begins`: where each one's computation must begin.
 
-    A group has indices into `begins`, sorted by position; it computes the tokens from its first one's to `length`.
+    A group has indices into `begins`, sorted by position. It computes the tokens from its smallest position to `length`.
     """
     groups, begin, size, waste = list[list[int]](), 0, 0, 0
     for index in sorted(range(len(begins)), key=begins.__getitem__):

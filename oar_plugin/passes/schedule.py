@@ -32,7 +32,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Result:
     importance_T: Tensor  # float32, on the CPU; 0 outside the reasoning
     status_B: Tensor  # int64, a `Status` per response, before the gate
 
@@ -56,7 +56,7 @@ class Schedule:
         status_B: Tensor,
         chosen_B: Tensor | None = None,
         given: Given | None = None,
-    ) -> Answer:
+    ) -> Result:
         """One step. `status_B`: SCORED for responses that need credit and have an answer. Other responses are OUTSIDE.
 
         `chosen_B` (bool): responses to label, if a driver has chosen them.
@@ -64,7 +64,7 @@ class Schedule:
         step = _Step(self.predictor, host, request, packed, status_B.clone(), chosen_B, given)
         step.read()
         step.label()
-        return Answer(step.importance_T, step.status_B)
+        return Result(step.importance_T, step.status_B)
 
 
 @dataclass
@@ -85,7 +85,6 @@ class _Step:
             chosen_B = self.chosen_B if given is None else given.scored_B
             how = self.usable_B, lambda count: host.total(count.to(host.device)), chosen_B
             self.labelled_T = labelled_tokens(predictor, request, packed, *how)
-        self.labelled_B = packed.response_T[self.labelled_T].bincount(minlength=len(self.status_B)) > 0
         self.importance_T = torch.zeros(len(packed.token_T))
         self.copies: CopyRows | None = None
         if self.kind.copies and given is None:
@@ -105,7 +104,7 @@ class _Step:
             def begin(rows: Sequence[int], layout: Layout) -> MicroBatch:
                 packed = self.packed.select(rows)
                 reading = MicroBatchPass(self.request, packed, layout, reads, hidden)
-                more = None if self.copies is None else self.copies.reading(rows, packed, layout)
+                more = None if self.copies is None else self.copies.tap(rows, packed, layout)
 
                 def tap(forward: Forward) -> Tap:
                     return reading.tap(forward) if more is None else together(reading.tap(forward), more)
@@ -132,7 +131,7 @@ class _Step:
 
     def label(self) -> None:
         """Computes scores: of labels, from which the predictor learns, or of all."""
-        kind, nothing = self.kind, torch.device("cpu")
+        kind, cpu = self.kind, torch.device("cpu")
         if self.given is not None:
             score_T = self.given.importance_T
         elif self.copies is not None:
@@ -142,17 +141,17 @@ class _Step:
         elif kind.reads:
             return
         else:
-            score_T = importance_of_scores(self.request, self.packed, Scores(kind, len(self.importance_T), nothing))
+            score_T = importance_of_scores(self.request, self.packed, Scores(kind, len(self.importance_T), cpu))
         if self.predictor is None:
             self.importance_T = score_T
             return
         for at_T, units, feature_UF in self._kept:
-            score_U = units.mean(score_T[at_T].__getitem__, nothing)
+            score_U = units.mean(score_T[at_T].__getitem__, cpu)
             self.predictor.learn(feature_UF, score_U, units.count_B.tolist())
         self.predictor.end_step(self.host.total, self.host.device)
 
     def _gradient(self) -> Tensor:
-        """Importance per token of the chosen responses, float32 `[T]`; 0 if memory ran out."""
+        """Importance per token of the labelled responses, float32 `[T]`; 0 if memory ran out."""
         score_T = torch.zeros_like(self.importance_T)
 
         def begin(rows: Sequence[int], layout: Layout) -> MicroBatch:
@@ -164,7 +163,8 @@ class _Step:
 
             return MicroBatch(scored.tap, end)
 
-        rows = (self.usable_B & self.labelled_B).nonzero()[:, 0].tolist()
+        labelled_B = self.packed.response_T[self.labelled_T].bincount(minlength=len(self.status_B)) > 0
+        rows = (self.usable_B & labelled_B).nonzero()[:, 0].tolist()
         if not self.host.gradient(rows, Work(self.request.forwards(), begin)):
             self._out_of_memory()
             score_T.zero_()

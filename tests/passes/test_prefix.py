@@ -21,7 +21,7 @@ every_probe = pytest.mark.parametrize("probe", PROBES)
 
 
 def run(model, responses, max_tokens=10_000, probe="answer_mean", max_over_ranks=int, **request):
-    """Importance of each row; of `(ids, segments)` each."""
+    """Importance of each row. `responses`: `(ids, segments)` each."""
     batch, request = padded(responses), asked("oar_p", probe, **{"replacement_token": 0, **request})
     return unpadded(batch_importance(model, request, *batch, max_tokens, max_over_ranks=max_over_ranks), batch[2])
 
@@ -51,7 +51,7 @@ def test_scores_agree_with_the_published_numbers(path, probe, max_tokens):
 
 
 def made(prompt, **lengths):
-    """Tokens of prompt and response, and segments; other tokens stand in the midst of the reasoning."""
+    """Tokens of prompt and response, and their segments. Tokens 4 and 5 of the reasoning are not the model's own."""
     torch.manual_seed(lengths["REASONING"])
     segments = torch.tensor([Segment[name] for name, length in lengths.items() for _ in range(length)])
     segments[4:6] = Segment.OUTSIDE
@@ -85,7 +85,7 @@ def assert_equal(got, want):
 @pytest.mark.parametrize(("max_tokens", "chunk", "span"), [(10_000, 3, 1), (10_000, 11, 4), (100, 256, 3), (1, 3, 1)])
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig])
 def test_any_grouping_gives_what_single_copies_give(monkeypatch, kind, probe, max_tokens, chunk, span):
-    """A model without a plain cache gets whole copies, another one only what follows their first masked token. A chunk has
+    """Llama runs copies behind a cached prefix. Mistral, whose window does not keep all positions, runs them whole. A chunk has
     logits of a part of an answer, or of several answers."""
     monkeypatch.setattr(rows, "CHUNK", chunk)
     window = {"sliding_window": 16} if kind is MistralConfig else {}
@@ -122,7 +122,7 @@ def calls(llama):
 def test_few_tokens_are_computed_that_the_prefix_has(llama, calls, max_tokens):
     segments = torch.tensor([0] * 7 + [Segment.REASONING] * 45 + [Segment.CONCLUDE] * 3 + [Segment.ANSWER] * 5)
     run(llama, [(torch.arange(1, 61), segments)], max_tokens)
-    copies = [rows * length for rows, length in calls[2:]]  # behind the read, and what fills the cache
+    copies = [rows * length for rows, length in calls[2:]]  # after the read, and the forward that fills the cache
     needed = sum(60 - 7 - t for t in range(45))
     assert needed <= sum(copies) <= needed + len(copies) * max_tokens / 16
     assert (len(copies) < 45) == (sum(copies) > needed) == (max_tokens > 1)
@@ -142,7 +142,7 @@ def test_sampled_replacements_come_from_the_models_own_prediction(monkeypatch, l
 
 @pytest.mark.parametrize(("mine", "max_tokens"), [([2], 1), ([0], 1), ([1, 0], 60), ([1, 0], 10_000)])
 def test_every_process_makes_as_many_forwards_as_the_busiest(llama, calls, mine, max_tokens):
-    """Under FSDP: a process without responses idles, and idling changes no number."""
+    """As under FSDP: a process with fewer forwards idles, and this changes no score."""
     mine, asked_for = [RESPONSES[row] for row in mine], []
     want, made = run(llama, mine, max_tokens), len(calls)
 

@@ -1,6 +1,6 @@
 """Token credit in ms-swift's `swift rlhf --rlhf_type grpo`: `--external_plugins` runs `plugin.py`.
 
-ms-swift refuses flags that it does not know. Settings are in a YAML file, by the names that they have below `algorithm.oar`.
+ms-swift refuses flags that it does not know, so settings are in a YAML file, by their names below `algorithm.oar`.
 """
 
 import os
@@ -17,10 +17,10 @@ VARIABLE = "OAR_SETTINGS"
 
 
 def settings() -> OarConfig:
-    """The run's. OarConfigError: the file cannot be read, or a setting cannot work: with its value and what is allowed."""
-    given, name = None, os.environ.get(VARIABLE)
+    """Returns the settings of the run. OarConfigError: says what cannot be read or cannot work, and what is allowed."""
+    name = os.environ.get(VARIABLE)
     try:
-        given = name and yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        given = yaml.safe_load(Path(name).read_text(encoding="utf-8")) if name else None
     except (OSError, ValueError, yaml.YAMLError) as error:
         wanted = "allowed: a YAML file of settings, such as `importance: fisher`"
         raise OarConfigError(f"{VARIABLE}={name}: {cause(error)}; {wanted}") from error

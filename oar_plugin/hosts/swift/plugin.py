@@ -1,4 +1,4 @@
-"""The file for ms-swift's flag `--external_plugins`, which wants a path: `oar doctor` prints it."""
+"""The file for ms-swift's flag `--external_plugins`, which takes a path: `oar doctor` prints it."""
 
 import sys
 

@@ -35,7 +35,7 @@ class OarGRPOTrainer(AcceleratedCredit, GRPOTrainer):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.oar = settings()
         super().__init__(*arguments, **named)
-        self._begin(self.tokenizer)
+        self._add_credit(self.tokenizer)
 
     def _refused(self) -> list[tuple[str, Any, str]]:
         level, loss, parallel = self.importance_sampling_level, self.loss_type, self.template.sequence_parallel_size
@@ -70,7 +70,7 @@ class OarGRPOTrainer(AcceleratedCredit, GRPOTrainer):
         batch = _joined([one["model_inputs"] for one in batch_encoded_inputs], made)
         length, device = batch.response_BL.shape[1], batch.response_BL.device
         how = self.num_generations, self.scale_rewards == "gdpo", self.scale_rewards == "batch"
-        *known_2G, differ_G = judged(self._rewards_per_func, self.reward_weights, *how)
+        reward_G, bad_G, differ_G = judged(self._rewards_per_func, self.reward_weights, *how)
         if self.kl_in_reward and self.beta:  # equal rewards do not mean equal advantages
             differ_G = torch.ones_like(differ_G)
         advantage_BL, log_prob_BL = (
@@ -80,7 +80,8 @@ class OarGRPOTrainer(AcceleratedCredit, GRPOTrainer):
         request = self._credit.request(self.state.global_step + 1, temperature=self.temperature)
         known = partial(self._known, samples, batch, log_prob_BL)
         cut_B = torch.cat([one.truncated_mask for one in made])
-        reshaped = self._weigh(batch, advantage_BL, needed_B, (*known_2G, differ_G), request, known, cut_B.to(device))
+        of_all = reward_G, bad_G, differ_G
+        reshaped = self._weigh(batch, advantage_BL, needed_B, of_all, request, known, cut_B.to(device))
         parts = reshaped.advantage_BL.split([len(one.advantages) for one in made])
         for one, advantage_bL in zip(made, parts, strict=True):
             one.advantages = advantage_bL[:, length - one.advantages.shape[1] :]
@@ -103,12 +104,12 @@ def _left(rows: Sequence[Tensor], width: int) -> Tensor:
 
 
 def _joined(inputs: Sequence[dict[str, Any]], made: Sequence[Any]) -> PaddedBatch:
-    """The micro-batches as one batch. Its last columns have the responses, and the ends of longer prompts."""
+    """The micro-batches as one batch. Its L last columns have each response, and before a shorter one the end of its prompt."""
     tokens, masks = ([one[name] for one in inputs] for name in ("input_ids", "attention_mask"))
     own = [one.completion_mask.bool() for one in made]
     length = max(mask_bL.shape[1] for mask_bL in own)
     width = max(length, *(token_bT.shape[1] for token_bT in tokens))
     token_BT, mask_BT, own_BL = _left(tokens, width), _left(masks, width), _left(own, length)
-    # A response is from a row's first token with a loss to its last; what has none between them is the environment's.
+    # A response goes from a row's first token with a loss to its last one. Between them, tokens without are the environment's.
     response_BL = (own_BL.cumsum(1) > 0) & (own_BL.flip(1).cumsum(1).flip(1) > 0)
     return PaddedBatch(token_BT, mask_BT, response_BL, own_BL)

@@ -48,7 +48,7 @@ class OarGRPOTrainer(AcceleratedCredit, GRPOTrainer):
     def __init__(self, *arguments: Any, oar: Mapping[str, Any] | OarConfig | None = None, **named: Any) -> None:
         self.oar = oar if isinstance(oar, OarConfig) else OarConfig.parse(oar, PREFIX)
         super().__init__(*arguments, **named)
-        self._begin(self._tokenizer)
+        self._add_credit(self._tokenizer)
 
     def _refused(self) -> list[tuple[str, Any, str]]:
         level, loss = self.args.importance_sampling_level, self.args.loss_type
@@ -68,8 +68,8 @@ class OarGRPOTrainer(AcceleratedCredit, GRPOTrainer):
         if not self.model.training:  # an evaluation may have groups of another size
             return reward_GF
         each = self.multi_objective_aggregation == "normalize_then_sum"
-        given = reward_GF, self.reward_weights, self.num_generations, each, self.scale_rewards == "batch"
-        self._judged = judged(*given)
+        how = self.num_generations, each, self.scale_rewards == "batch"
+        self._judged = judged(reward_GF, self.reward_weights, *how)
         return reward_GF
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

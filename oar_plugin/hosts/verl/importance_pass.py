@@ -97,10 +97,10 @@ class ImportancePass:
         self._schedule = self._schedule or Schedule(request.config)
         packed, batch = packed_of(data, segments), EngineBatch(self, data, request)
         chosen_B = response_column(data, NEEDED) == CHOSEN
-        answer = self._schedule.run(batch, request, packed, status_B, chosen_B, self._given(data, request, packed))
-        parts = answer.importance_T.split(packed.offsets.diff().tolist())
+        result = self._schedule.run(batch, request, packed, status_B, chosen_B, self._given(data, request, packed))
+        parts = result.importance_T.split(packed.offsets.diff().tolist())
         importance = [part[len(part) - len(segment) :] for part, segment in zip(parts, segments, strict=True)]
-        how = segments, answer.status_B, request.config, request.importance_object, self._schedule.prediction_3
+        how = segments, result.status_B, request.config, request.importance_object, self._schedule.prediction_3
         fields = weigh_rows(importance, *how)
         fields[IMPORTANCE] = [row.nan_to_num(0.0, 0.0, 0.0) for row in fields[IMPORTANCE]]
         fields[SECONDS] = [torch.tensor([batch.seconds / len(segments)])] * len(segments)

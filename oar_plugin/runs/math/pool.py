@@ -4,8 +4,10 @@ import multiprocessing
 import resource
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
@@ -39,7 +41,13 @@ class GuardedPool:
                 self._pool = self._new_pool()
             pool = self._pool
         try:
-            return pool.schedule(_limited, [self._timeout_s, function, args], {}, self._timeout_s).result(_PATIENCE_S)
+            future = pool.schedule(_limited, [self._timeout_s, function, args], {}, self._timeout_s)
+            until = time.monotonic() + _PATIENCE_S
+            while not wait([future], 1.0).done and pool.active and time.monotonic() < until:
+                pass
+            if not (future.done() or pool.active):  # a pool that breaks now never ends the task
+                raise BrokenProcessPool("its processes were killed")
+            return future.result(0)
         except FutureTimeoutError as error:
             raise TaskFailed(f"{function.__name__} took longer than {self._timeout_s:g} s") from error
         except ProcessExpired as error:

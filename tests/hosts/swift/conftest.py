@@ -5,4 +5,4 @@ from importlib.util import find_spec
 
 collect_ignore_glob = [] if find_spec("swift") else ["*.py"]
 if find_spec("swift"):
-    sys.modules.update(dict.fromkeys(("vllm", "ray")))  # ms-swift imports them where they are, and needs neither
+    sys.modules.update(dict.fromkeys(("vllm", "ray")))  # if installed, ms-swift imports them, and needs neither

@@ -1,6 +1,6 @@
 """ms-swift's own program and trainer on a CPU: scores are the front door's, even credit is plain GRPO, and what is refused.
 
-Stand-ins: responses are scripted in `_rollout`, but for the last test. What a CPU is not offered is said in `worker.py`.
+Stand-ins: responses are scripted in `_rollout`, except in the last test; `worker.py` says how FSDP2 runs on a CPU.
 """
 
 import json

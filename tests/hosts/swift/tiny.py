@@ -68,7 +68,7 @@ def words(folder: Path, **flags: Any) -> list[str]:
 
 
 class Scripted:
-    """Writes `SIBLINGS`; with `drawn`, tokens from torch's random numbers, and what else draws some would be noticed. With
+    """Writes `SIBLINGS`; with `drawn`, tokens from torch's random numbers: anything else that draws some is noticed. With
     `masks`, second tokens are the environment's, and the third response is cut off."""
 
     last: Any = None
@@ -123,7 +123,7 @@ class Oar(Scripted, OarGRPOTrainer):
 
 
 def train(kind: type, folder: Path, oar: Any = None, **flags: Any) -> Any:
-    """The trainer, after its run. `oar`: settings, where not said otherwise exact scores of fisher."""
+    """The trainer, after its run. `oar`: settings; by default exact scores of `fisher`."""
     settings = {"importance": "fisher", "amortize.share": None} | (oar or {})
     Oar.compare = {name: value for name, value in settings.items() if not name.startswith("dump")}
     (folder / "oar.yaml").write_text(json.dumps(settings))
