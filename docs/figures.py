@@ -58,7 +58,7 @@ def replacements() -> str:
     )
 
 
-REAL, TOYS = "fidelity_smollm2_cpu", "fidelity_cpu"
+REAL = "fidelity_smollm2_cpu"
 ESTIMATORS = {
     "oar_p": "`oar_p` (exact)",
     "oar_p, 1 in 8 scored": "predicted `oar_p`, 1 in 8 scored",
@@ -83,20 +83,13 @@ def passes(row: dict[str, str]) -> str:
     return f"{float(row['forward']) + float(row['backward']):.1f}"
 
 
-def fidelity() -> str:
-    columns = "top 20 %", "Spearman", "causal recall"
-    head = " importance | overlap | Spearman | causal tokens recalled | passes "
-    count = f"{load(TOYS)['notes'][0].split(';')[0]} of {len(load(TOYS)['runs']['sources'])} models."
-    lines = ([label, *(row[column] for column in columns), passes(row)] for label, row in estimators(TOYS).items())
-    return f"{table(head, lines)}\n{count}\n"
-
-
 def fidelity_real() -> str:
-    lines = []
-    for label, row in estimators(REAL).items():
-        shown = [row[column] for column in ("top 20 %", "minus fisher 1", "beyond position", "responses")]
-        lines.append([label, *shown, passes(row)])
-    return table(" importance | overlap | minus `fisher` | beyond position | responses | passes ", lines)
+    of, lines = estimators(REAL), []
+    rows = of["`oar_p` (exact)"]["responses"]
+    for label, row in of.items():
+        few = "" if row["responses"] == rows else f" ({row['responses']} responses)"
+        lines.append([label + few, row["top 20 %"], row["beyond position"], passes(row)])
+    return table(" importance | overlap | beyond position | passes ", lines)
 
 
 def predicted_real() -> str:
@@ -115,45 +108,6 @@ def predicted_real() -> str:
         for name, label in shown.items()
     ]
     return table(" scores | overlap with exact `oar_p` | beyond position | passes ", lines)
-
-
-def people() -> str:
-    (rows,) = load("people_smollm2_cpu")["tables"].values()
-    head = " credit | AUC | minus AUC before the step | top token in step "
-    columns = "credit", "AUC", "difference", "top token in step"
-    left = "decision", "hybrid", "span_masking"
-    hidden = "control", "(1 - p)", "random", *left  # chance is beside them
-    shown = [row for row in rows if not any(part in row["credit"] for part in hidden)]
-    return table(head, ([row[column] for column in columns] for row in shown))
-
-
-def real_reached() -> str:
-    return _whole(rows_of("real_cpu", "Reward and accuracy"))
-
-
-def real_steps() -> str:
-    names = "OAR's part", "whole step", "memory"
-    return _whole([row for row in rows_of("real_cpu", "Cost of a step") if row["what"].startswith(names)])
-
-
-def _whole(rows: list[dict[str, str]]) -> str:
-    return table(f" {' | '.join(rows[0])} ", (row.values() for row in rows))
-
-
-def marks() -> str:
-    wrong, first, results, *_ = load("marks_cpu")["tables"]
-    names = {
-        "`fisher`": "fisher",
-        "`fisher` x doubt": "fisher x (1 - p)",
-        "`oar_g` (published)": "oar_g",
-        "surprisal": "surprisal",
-        "random": "random",
-    }
-    tasks = ("chain", "parallel", "lookup")
-    of = [{row["credit"]: row for row in load("marks_cpu")["tables"][title]} for title in (results, wrong, first)]
-    rows = ([label, *(rows[name][task].split()[0] for rows in of for task in tasks)] for label, name in names.items())
-    head = " credit | results: `chain` | `parallel` | `lookup` | wrong results: `chain` | `parallel` | `lookup` "
-    return table(head + "| first error: `chain` | `parallel` | `lookup` ", rows)
 
 
 # ---- learning
@@ -200,13 +154,11 @@ def judged(stem: str, name: str) -> tuple[Any, Any]:
 
 def learning() -> str:
     stem = "learning_judged"
-    rows = [["GRPO's own mean reward", *(against_grpo(stem, task)["grpo"]["mean reward"] for task in TASKS), ""]]
+    rows = []
     for label, method in JUDGED.items():
         cells = [against_grpo(stem, task)[method] for task in TASKS]
         rows.append([label, *map(gained, cells), ahead(stem, TASKS, method)])
-    p = ", ".join(against_grpo(stem, task)["blame"]["p"] for task in TASKS)
-    head = " credit | `chain` | `parallel` | `chain_quiet` | pairs ahead "
-    return table(head, rows) + f"\nThe oracle's p on the three tasks, not corrected: {p}.\n"
+    return table(" credit | `chain` | `parallel` | `chain_quiet` | pairs ahead ", rows)
 
 
 def collapse() -> str:
@@ -239,12 +191,11 @@ def rivals() -> str:
     def cells(name: str, task: str) -> list[str]:
         row = against_grpo(stem, task)[name]
         (cost,) = (row for row in rows_of(stem, f"{task}: gain at equal cost") if row["method"] == name)
-        return [gained(row), cost["at equal FLOPs"].split()[0], row["fell apart"]]
+        return [gained(row), cost["at equal FLOPs"].split()[0]]
 
     rows = [[label, *(cell for task in tasks for cell in cells(name, task))] for label, name in RIVALS.items()]
-    head = " credit |" + "|".join(f" {title} | equal FLOPs | fell apart " for title in tasks.values())
-    grpo = (f"{against_grpo(stem, task)['grpo'][key]}" for key in ("mean reward", "fell apart") for task in tasks)
-    return table(head, rows) + "\nGRPO: mean reward {} and {}; {} and {} trainings fell apart.\n".format(*grpo)
+    head = " credit |" + "|".join(f" {title} | equal FLOPs " for title in tasks.values())
+    return table(head, rows)
 
 
 LABELS = {
@@ -349,28 +300,6 @@ def labels_rule() -> str:
         ],
     ]
     return table(" condition on predicted `oar_p` | what came ", rows)
-
-
-def amortized_told() -> str:
-    """What the earlier study's significant gain is over all models, and predicted minus computed `fisher`."""
-    from benchmarks.learning.comparison import gain, signed
-    from benchmarks.statistics import holm
-
-    plan, runs = judged("learning_amortized", "amortized")
-    named = ["oar_p/8", "fisher/8", "decision/8", "value"]
-    p = dict(
-        zip(keys := [(task, name) for task in IN_STEPS for name in named],
-            of := [gain(plan, runs, *key, trimmed=False)[1] for key in keys], strict=True)
-    )  # fmt: skip
-    corrected = dict(zip(keys, holm(of), strict=True))
-    computed = runs[runs["method"] != "grpo"].replace({"method": {"fisher": "grpo"}})
-    rows = [
-        ["minus GRPO", *(signed(gain(plan, runs, task, "fisher/8", trimmed=False)[0]) for task in IN_STEPS)],
-        ["p of that (corrected)",
-         *(f"{p[task, 'fisher/8']:.2g} ({corrected[task, 'fisher/8']:.2g})" for task in IN_STEPS)],
-        ["minus computed `fisher`", *(signed(gain(plan, computed, task, "fisher/8", trimmed=False)[0]) for task in IN_STEPS)],
-    ]  # fmt: skip
-    return table(f" predicted `fisher`, all models | {' | '.join(IN_STEPS.values())} ", rows)
 
 
 def in_sentences() -> str:
@@ -493,49 +422,44 @@ def errors() -> str:
 
 
 def architectures() -> str:
-    """Of each causal LM of transformers: whether its scores are right, or why it is refused."""
+    """How many causal LMs of transformers have right scores; which are refused, by reason, and which were not built."""
     seen = json.loads((ROOT / "tests" / "passes" / "architectures.json").read_text(encoding="utf-8"))
     classes = seen["architectures"].items()
-    equal = [one["type"] for _, one in classes if one.get("copies") == "equal"]
-    unbuilt = [f"`{name}` ({one['not built']})" for name, one in classes if "not built" in one]
-    refused = [(name, one["gradient"], one["copies"]) for name, one in classes if "refused" in one.get("copies", "")]
-    rows = [
-        [f"`{name}`", "equal" if gradient == "equal" else "refused", copies.removeprefix("refused: ").replace("|", "/")]
-        for name, gradient, copies in refused
-    ]
+    right = sum(one.get("copies") == "equal" for _, one in classes)
+    unbuilt = [f"`{name}`" for name, one in classes if "not built" in one]
+    refused: dict[str, list[str]] = {}
+    for name, one in classes:
+        if "refused" in one.get("copies", ""):
+            why = one["copies"].removeprefix("refused: ")
+            where = "`oar_p` only: " if one["gradient"] == "equal" else ""
+            refused.setdefault(where + why, []).append(f"`{name}`")
     return (
-        f"transformers {seen['transformers']} has {len(classes)} classes. {len(equal)} have the right scores, {len(refused)} "
-        f"are refused, {len(unbuilt)} were not built.\n\n"
-        + textwrap.fill(
-            f"**Right**, by gradient and by masked copies: {', '.join(equal)}.", 120, break_on_hyphens=False
-        )
-        + f"\n\n{table(' refused | by gradient | why ', rows)}\n"
-        + textwrap.fill(f"**Not built**: {', '.join(unbuilt)}.", 120)
+        f"Of {len(classes)} classes of transformers {seen['transformers']}, {right} have right scores.\n\n"
+        + table(" refused | why ", ([", ".join(names), why] for why, names in refused.items()))
+        + "\n"
+        + textwrap.fill(f"Not built: {', '.join(unbuilt)}.", 128)
         + "\n"
     )
 
 
 def gpu_engines() -> str:
-    """The checks of importance in verl's engines."""
-    rows = []
+    """The checks of importance in verl's engines. Layouts with the same figures share a row."""
+    layouts: dict[tuple[str, ...], list[str]] = {}
     for one in load("gpu_suite")["results"]:
         if found := re.fullmatch(r"importance_equals_a_plain_models\[fsdp: (.*), 1\]", one["check"]):
-            figures = [one["figures"][name] for name in ("fisher", "decision", "oar_p", "log-probs differ by")]
-            rows.append([found[1], *(figure.replace("of the ", "of ") for figure in figures)])
-    return table(" layout | `fisher` | `decision` | `oar_p` | log-probs ", rows)
+            figures = tuple(one["figures"][name].replace("of the ", "of ") for name in ("fisher", "oar_p"))
+            layouts.setdefault(figures, []).append(found[1])
+    return table(" layout | `fisher` | `oar_p` ", ([", ".join(names), *figures] for figures, names in layouts.items()))
 
 
 def gpu_peaks() -> str:
-    """Peak memory of a step's parts; for the layouts with flash-attention also before the backward came first."""
-    suite = load("gpu_suite")
-    (before,) = (value for key, value in suite.items() if key.startswith("peak before"))
+    """Peak memory of a step's parts."""
     rows = []
-    for one in suite["results"]:
+    for one in load("gpu_suite")["results"]:
         if found := re.fullmatch(r"importance_does_not_raise_the_peak_of_a_step\[(.*) chunked\]", one["check"]):
-            was = before.get(f"{found[1]} chunked", {}).get("fisher", "").removesuffix(" MiB")
-            names = "update", "log-probs", "fisher", "decision"
-            rows.append([found[1], *(one["figures"][name].removesuffix(" MiB") for name in names), was])
-    return table(" layout | update | log-probs | with `fisher` | with `decision` | `fisher` before ", rows)
+            names = "update", "log-probs", "fisher"
+            rows.append([found[1], *(one["figures"][name].removesuffix(" MiB") for name in names)])
+    return table(" layout | update | log-probs | log-probs with `fisher` ", rows)
 
 
 def one_gpu() -> str:
@@ -559,9 +483,9 @@ def one_gpu() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
-        replacements, fidelity_real, predicted_real, people, real_reached, real_steps, fidelity, marks, learning, collapse,
+        replacements, fidelity_real, predicted_real, learning, collapse,
         rivals, labels_learned, labels_all_models, labels_at_7b, labels_fidelity,
-        labels_rule, amortized_told, in_sentences, confirmation,
+        labels_rule, in_sentences, confirmation,
         run_cost, projection, projection_sizes, scaling, copies, copies_range, errors,
         architectures, gpu_engines, gpu_peaks, one_gpu,
     )

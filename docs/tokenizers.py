@@ -9,16 +9,15 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
-from statistics import median
+from textwrap import fill
 from typing import Any, NamedTuple
 
 import transformers
 from transformers import AutoTokenizer
 
-from docs.figures import table
 from oar_plugin.passes.tokens import TokenBytes
 from tests.passes.families import SENTENCES, mistral, tokenizer_and_bytes
 
@@ -27,47 +26,38 @@ TEXTS = [*SENTENCES, "  leading\n\n", "So \\boxed{😀}, 鱻. I don't , do not .
 LENGTH = 4000
 PAGE = """# Tokenizers
 
-Answers are searched in the text that `decode` returns, and mapped to tokens by the bytes of each token. So the bytes of
-all tokens of a response must be its text. Does that hold for the tokenizer classes of transformers {version}? Each was
-built from a small vocabulary of a kind that it takes.
+Answers are searched in the text that `decode` returns, and mapped to tokens by the bytes of each token. So the bytes of all
+tokens of a response must be its text. {built} tokenizers of classes of transformers {version} were tried, with small
+vocabularies, on {texts} texts (formulas, Chinese, emoji, white space at both ends):
 
-* *Agrees*: the bytes of all tokens are the text that `decode` returns without special tokens, for each of {texts} texts:
-  formulas, Chinese, emoji, white space at both ends. Texts in which it shows U+FFFD, for bytes that are no character, are
-  left out.
-* *Split*: `exact` if 😀 has several tokens, and each of them has its bytes. Then all are tokens of the answer in
-  `\\boxed{{😀}}`. No entry: it is one token, or an unknown character.
-* Microseconds per token of a response of {length} tokens, when its tokens are new and when they are known: the median of
-  the classes, and the slowest. Above ten are ByT5, whose `decode` is slow, and three for speech, which merge equal tokens,
-  so that parts of the response are decoded (Lasr, Parakeet, Wav2Vec2).
+* The bytes are the text with all but {wrong}.
+* {split} have several tokens for 😀, each with its own bytes (exceptions: {shared}). Then all are tokens of the answer in
+  `\\boxed{{😀}}`.
+* A response of {length} tokens takes at most {slowest:.1f} µs per token, with `{name}`.
+
+Not built: {left}.
 
 `python -m docs.tokenizers FILE.gguf` writes this page.
 
-{rows}
-**Not built**: {left}. Some need packages that are not installed, others more files.
-
 ## Otherwise
 
-The bytes of a token are what it adds to its own text; for a part of a character, what its name spells. If together they
-are not the text of a response, white space is moved. If more differs, parts of the response are decoded, to find the
-tokens that have another text there. Then:
+The bytes of a token are what it adds to its own text. If these are not the response's text, parts of it are decoded. Then:
 
 | if | then |
 |---|---|
-| names and `decode` do not tell the bytes of a character | each of its tokens gets a share; a warning says so once |
-| bytes are no character, as in a response that ends inside of one | they are kept, where `decode` shows U+FFFD or nothing |
-| a token is outside the vocabulary | it has no bytes, or those of the unknown token if `decode` shows that |
-| `decode` raises | the response falls back to GRPO, and counts as `search_failed` |
-| a special token shows as text (Wav2Vec2's separator of words) | this text is missing |
+| a character's bytes cannot be told apart | each of its tokens gets a share; a warning says so once |
+| bytes are no character | they are kept, where `decode` shows U+FFFD or nothing |
+| a token is outside the vocabulary | it has no bytes, or those of the unknown token |
+| `decode` raises | the response falls back to GRPO (`search_failed`) |
+| a special token shows as text (Wav2Vec2's separator) | this text is missing |
 """
 
 
 class Row(NamedTuple):
-    decoder: str
-    agrees: bool
-    split: str
     name: str
-    first: float
-    later: float
+    agrees: bool
+    split: bool | None  # whether each token of a character has its bytes; None: the character is one token, or unknown
+    seconds: float  # 1e-6, per token
 
 
 def arguments(folder: Path) -> list[dict[str, Any]]:
@@ -138,21 +128,12 @@ def row(name: str, tokenizer: Any) -> Row:
     agrees = all(joined == text for joined, text in pairs if "\N{REPLACEMENT CHARACTER}" not in text)
     before, emoji = (tokenizer.encode(text, add_special_tokens=False) for text in ("a", "a😀"))
     parts = token_bytes.pieces(emoji)[len(before) :]
-    split = ("exact" if all(parts) else "**no**") if len(parts) > 1 and "😀" in decoded(tokenizer, emoji) else ""
-    ids, seconds = (LENGTH * tokenizer.encode("".join(TEXTS), add_special_tokens=False))[:LENGTH], list[float]()
-    token_bytes = TokenBytes(tokenizer)
-    for _ in range(4):
-        start = time.process_time()
-        token_bytes.pieces(ids)
-        seconds.append((time.process_time() - start) / LENGTH * 1e6)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder, left = getattr(backend, "decoder", None), "in pure Python" if backend is None else "none: joined by spaces"
-    kinds = [step["type"] for step in _steps(json.loads(decoder.__getstate__()))] if decoder else [left]
-    return Row(", ".join(kinds), agrees, split, name, seconds[0], min(seconds[1:]))
-
-
-def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    return [step for one in decoder["decoders"] for step in _steps(one)] if "decoders" in decoder else [decoder]
+    split = all(parts) if len(parts) > 1 and "😀" in decoded(tokenizer, emoji) else None
+    ids = (LENGTH * tokenizer.encode("".join(TEXTS), add_special_tokens=False))[:LENGTH]
+    token_bytes, start = TokenBytes(tokenizer), time.process_time()
+    token_bytes.pieces(ids)
+    seconds = (time.process_time() - start) / LENGTH * 1e6
+    return Row(name, agrees, split, seconds)
 
 
 def rows(*files: str) -> tuple[list[Row], list[str]]:
@@ -172,14 +153,22 @@ def rows(*files: str) -> tuple[list[Row], list[str]]:
 
 if __name__ == "__main__":
     measured, left = rows(*sys.argv[1:])
-    lines = []
-    for (decoder, agrees, split), group in groupby(sorted(measured), lambda one: one[:3]):
-        alike = [*group]
-        names = ", ".join(one.name.removesuffix("Tokenizer") for one in alike)
-        times = [one.first for one in alike], [one.later for one in alike]
-        shown = (f"{median(of_kind):.1f} ({max(of_kind):.1f})" for of_kind in times)
-        lines.append([decoder, names, "yes" if agrees else "**no**", split, *shown])
-    head = " decoder | classes (without `Tokenizer`) | agrees | split | µs per token, new | known "
-    missing = ", ".join(f"`{name}`" for name in left)
-    version, texts = transformers.__version__, len(TEXTS)
-    print(PAGE.format(version=version, texts=texts, length=LENGTH, rows=table(head, lines), left=missing), end="")
+    slowest = max(measured, key=lambda one: one.seconds)
+
+    def named(names: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in names) or "none"
+
+    said = PAGE.format(
+        built=len(measured),
+        version=transformers.__version__,
+        texts=len(TEXTS),
+        wrong=named(one.name for one in measured if not one.agrees),
+        split=sum(one.split is not None for one in measured),
+        shared=named(one.name for one in measured if one.split is False),
+        length=LENGTH,
+        slowest=slowest.seconds,
+        name=slowest.name,
+        left=named(left),
+    )
+    paragraphs = said.split("\n\n")
+    print("\n\n".join(fill(one, 128) if one.startswith("Not built") else one for one in paragraphs), end="")

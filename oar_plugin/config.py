@@ -2,7 +2,7 @@
 
 The defaults are the paper's (arXiv 2601.07408), except for importance and gate; the preset `oar=published` has the paper's. By
 default OAR-P is predicted from a few exact scores: it is ahead of GRPO in the most pairs of trainings, for 2.8 % more FLOPs
-(`docs/amortized.md`). Under the paper's gate one outlier makes other weights nearly even (`benchmarks/results/gate_edges.md`).
+(`docs/amortized.md`). Under the paper's gate one outlier makes other weights nearly even (`docs/evidence`, gate_edges).
 """
 
 import difflib

@@ -142,4 +142,4 @@ def test_after_the_first_time_a_response_is_decoded_once_or_in_parts(name, monke
 def test_every_tokenizer_class_of_transformers_agrees_with_decode():
     measured, _ = rows()
     assert len(measured) > 60
-    assert {row.name for row in measured if not row.agrees or "no" in row.split} <= {"Wav2Vec2CTCTokenizer"}
+    assert {row.name for row in measured if not row.agrees or row.split is False} <= {"Wav2Vec2CTCTokenizer"}
