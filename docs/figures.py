@@ -43,17 +43,17 @@ def rows_of(stem: str, start: str) -> list[dict[str, str]]:
 def replacements() -> str:
     """Exact OAR-P by what stands in the masked place, against the mean of the other kinds."""
     shown = {
-        "pad": "padding token, which ends this model's turns",
+        "pad": "padding token (ends this model's turns)",
         "separator": "separator of documents",
         "line break": "line break",
-        "sampled": "a draw from the model's prediction (`sampled`)",
-        "batch": "a reasoning token of another response",
-        "position": "**no copies: the later, the more**",
+        "sampled": "the model's draw (`sampled`)",
+        "batch": "token of another response",
+        "position": "**no copies, position**",
     }
     of = {row["score"]: row for row in rows_of("labels_smollm2_cpu", "What stands in the masked place")}
-    columns = "top 20 %", "beyond position", "top 20 % of position", "mean score"
+    columns = "top 20 %", "beyond position", "mean score"
     return table(
-        " in the masked place | top 20 % of the others' mean | beyond position | top 20 % of position | mean score ",
+        " in the masked place | top 20 % of the others' mean | beyond position | mean score ",
         [[label, *(of[name][column] for column in columns)] for name, label in shown.items()],
     )
 
@@ -394,9 +394,9 @@ def scaling() -> str:
 
 def copies() -> str:
     rows = {
-        "a GRPO step (generation, log-probs, update)": "g",
+        "a GRPO step": "g",
         "published procedure: whole copies, all logits": "p",
-        "exact, in the actor": "l",
+        "exact, behind a cached prefix": "l",
         "exact, on the engine": "o",
         "spans of 8, on the engine": "o8",
     }
@@ -407,8 +407,8 @@ def copies() -> str:
         (median,) = (one["median_seconds"] for one in candidates if one["letter"] == letter)
         return f"{median:.2f}" if median < 10 else f"{median:.1f}"
 
-    columns = (("10m", 128), ("10m", 512), ("1m", 512), ("1m", 1024))
-    head = " seconds per response | 11M, 128 tokens | 11M, 512 tokens | 1M, 512 tokens | 1M, 1024 tokens "
+    columns = (("10m", 128), ("10m", 512), ("1m", 1024))
+    head = " seconds per response | 11M, 128 tokens | 11M, 512 tokens | 1M, 1024 tokens "
     return table(head, ([label, *(seconds(*column, letter) for column in columns)] for label, letter in rows.items()))
 
 
@@ -419,14 +419,11 @@ def copies_range() -> str:
         values = [target["value"] for one in lengths for target in one["targets"] if target["formula"] in formulas]
         return f"{min(values):.2f} to {max(values):.2f}"
 
-    rows = {
-        "seconds of the published procedure / of exact scores on the engine": among("p / o"),
-        "generation speed while scoring (default `share_while_generating`) / without scoring": among(
-            "t/s(0.15) / t/s(alone)"
-        ),
-        "generation speed while scoring (`share_while_generating=1`) / without scoring": among("t/s(1) / t/s(alone)"),
-    }
-    return table(f" ratio | smallest to largest of {len(lengths)} sizes ", rows.items())
+    return (
+        f"In {len(lengths)} sizes the published procedure takes {among('p / o')} times as long as exact scores on the engine. While\n"
+        f"copies run there, generation has {among('t/s(0.15) / t/s(alone)')} of its speed; without a limit\n"
+        f"(`share_while_generating=1`) {among('t/s(1) / t/s(alone)')}.\n"
+    )
 
 
 # ---- evaluation
