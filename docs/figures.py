@@ -420,8 +420,8 @@ def copies_range() -> str:
         return f"{min(values):.2f} to {max(values):.2f}"
 
     return (
-        f"In {len(lengths)} sizes the published procedure takes {among('p / o')} times as long as exact scores on the engine. While\n"
-        f"copies run there, generation has {among('t/s(0.15) / t/s(alone)')} of its speed; without a limit\n"
+        f"In {len(lengths)} sizes the published procedure takes {among('p / o')} times as long as exact scores on the engine.\n"
+        f"While copies run there, generation has {among('t/s(0.15) / t/s(alone)')} of its speed; without a limit\n"
         f"(`share_while_generating=1`) {among('t/s(1) / t/s(alone)')}.\n"
     )
 
