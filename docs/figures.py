@@ -43,17 +43,17 @@ def rows_of(stem: str, start: str) -> list[dict[str, str]]:
 def replacements() -> str:
     """Exact OAR-P by what stands in the masked place, against the mean of the other kinds."""
     shown = {
-        "pad": "padding token, which ends this model's turns",
+        "pad": "padding token (ends this model's turns)",
         "separator": "separator of documents",
         "line break": "line break",
-        "sampled": "a draw from the model's prediction (`sampled`)",
-        "batch": "a reasoning token of another response",
-        "position": "**no copies: the later, the more**",
+        "sampled": "the model's draw (`sampled`)",
+        "batch": "token of another response",
+        "position": "**no copies, position**",
     }
     of = {row["score"]: row for row in rows_of("labels_smollm2_cpu", "What stands in the masked place")}
-    columns = "top 20 %", "beyond position", "top 20 % of position", "mean score"
+    columns = "top 20 %", "beyond position", "mean score"
     return table(
-        " in the masked place | top 20 % of the others' mean | beyond position | top 20 % of position | mean score ",
+        " in the masked place | top 20 % of the others' mean | beyond position | mean score ",
         [[label, *(of[name][column] for column in columns)] for name, label in shown.items()],
     )
 
@@ -90,24 +90,6 @@ def fidelity_real() -> str:
         few = "" if row["responses"] == rows else f" ({row['responses']} responses)"
         lines.append([label + few, row["top 20 %"], row["beyond position"], passes(row)])
     return table(" importance | overlap | beyond position | passes ", lines)
-
-
-def predicted_real() -> str:
-    """Predicted scores beside what they are predicted from."""
-    rows = {row["estimator"]: row for row in rows_of(REAL, "Estimators against exact OAR-P")}
-    shown = {name: f"`{name.replace(', ', '`, ')}" for name in rows if name.endswith("scored")}
-    others = "position", "control: place and doubt", "fisher 1", "oar_g 1"
-    shown |= {name: ESTIMATORS.get(name, "control: regression without hidden states") for name in others}
-    lines = [
-        [
-            label,
-            rows[name]["top 20 %"],
-            rows[name]["beyond position"],
-            passes(rows[name]),
-        ]
-        for name, label in shown.items()
-    ]
-    return table(" scores | overlap with exact `oar_p` | beyond position | passes ", lines)
 
 
 # ---- learning
@@ -199,14 +181,10 @@ def rivals() -> str:
 
 
 LABELS = {
-    "predicted `oar_p`, 123 labels a step (default)": "oar_p/123",
-    "predicted `oar_p`, 31 labels": "oar_p/31",
-    "predicted `fisher`, 1 response in 8 labelled": "fisher/8",
+    "`oar_p`, 123 labels (default)": "oar_p/123",
+    "`oar_p`, 31 labels": "oar_p/31",
+    "`fisher`, 1 in 8": "fisher/8",
     "`fisher` of all": "fisher",
-    "control: **position: the later, the more**": "position",
-    "control: predicted `oar_p` without hidden states": "surface",
-    "control: random": "random",
-    "control: predicted `oar_p`, turned round": "inverted",
 }
 IN_STEPS = {
     "parallel_2": "`parallel`, two steps",
@@ -219,43 +197,19 @@ FITTED = "predicted, last layer: 2,057 labels, 16 of a response"
 
 
 def labels_learned() -> str:
-    """Gains at equal steps, pairs ahead, and what fell apart."""
+    """Gains at equal steps, and pairs ahead."""
     rows = []
     for label, name in LABELS.items():
         of = [against_grpo("learning_labels", task)[name] for task in IN_STEPS]
-        fallen = sum(int(row["fell apart"].split()[0]) for row in of)
-        pairs = [ahead("learning_labels", tasks, name) for tasks in (TWO, FOUR)]
-        rows.append([label, *map(gained, of), *pairs, str(fallen)])
-    return table(f" credit | {' | '.join(IN_STEPS.values())} | pairs ahead, two steps | four | fell apart ", rows)
-
-
-def labels_all_models() -> str:
-    """Gains of all models; bold where p is below 0.05, corrected like the page's."""
-    from benchmarks.learning.comparison import SIGNIFICANT, gain, signed
-    from benchmarks.statistics import holm
-
-    plan, runs = judged("learning_labels", "labels")
-    named = {label: name for label, name in LABELS.items() if name in plan.named}
-    of = {(name, task): gain(plan, runs, task, name, trimmed=False) for name in named.values() for task in IN_STEPS}
-    corrected = dict(zip(of, holm([p for _, p in of.values()]), strict=True))
-
-    def cell(key: tuple[str, str]) -> str:
-        return f"**{signed(of[key][0])}**" if corrected[key] < SIGNIFICANT else signed(of[key][0])
-
-    rows = ([label, *(cell((name, task)) for task in IN_STEPS)] for label, name in named.items())
-    return table(f" credit, all models | {' | '.join(IN_STEPS.values())} ", rows)
+        rows.append([label, *map(gained, of), ahead("learning_labels", IN_STEPS, name)])
+    return table(f" credit | {' | '.join(IN_STEPS.values())} | pairs ahead ", rows)
 
 
 def labels_at_7b() -> str:
-    """Gains at equal FLOPs if importance cost what it was counted to cost a 7B model."""
-    plan, _ = judged("learning_labels", "labels")
-    of = {
-        task: {row["method"]: row["at the costs of 7B"] for row in rows_of("learning_labels", f"{task}: gain at equal")}
-        for task in IN_STEPS
-    }
-    named = ((label, name) for label, name in LABELS.items() if name in plan.named)
-    rows = ([label, f"{100 * plan.added[name]:.3g} %", *(of[task][name] for task in IN_STEPS)] for label, name in named)
-    return table(f" credit | adds to log-probs and update | {' | '.join(IN_STEPS.values())} ", rows)
+    """Gains of predicted `oar_p` at equal FLOPs if it cost what it was counted to cost a 7B model."""
+    rows = (rows_of("learning_labels", f"{task}: gain at equal") for task in IN_STEPS)
+    gains = [row["at the costs of 7B"] for task in rows for row in task if row["method"] == "oar_p/123"]
+    return f"{'; '.join(gains)}.\n"
 
 
 def labels_fidelity() -> str:
@@ -286,20 +240,20 @@ def labels_rule() -> str:
     pairs = {name: ahead("learning_labels", TWO, name) for name in ("oar_p/123", "fisher", "position")}
     rows = [
         [
-            "ahead of GRPO in as many pairs with two steps as `fisher`, less four, and in more than position",
+            "two steps: ahead in as many pairs as `fisher`, less four, and more than position",
             f"{pairs['oar_p/123']}; {pairs['fisher']}; {pairs['position']}",
         ],
-        ["with four steps the upper end of all models' interval is 0 or above", ", ".join(four)],
+        ["four steps: upper end of all models' interval at least 0", ", ".join(four)],
         [
-            "on SmolLM2, beyond position, above `fisher`",
+            "SmolLM2, beyond position: above `fisher`",
             f"{fitted[FITTED]['beyond position']}; {fitted['fisher']['beyond position']}",
         ],
         [
-            "adds at most 3 % to a 7B model's log-probs and update, on the slowest of eight ranks",
+            "7B: adds at most 3 % on the slowest of eight ranks",
             added["oar_p, 1 in 40 x 8"].split(": ")[1],
         ],
     ]
-    return table(" condition on predicted `oar_p` | what came ", rows)
+    return table(" condition | came ", rows)
 
 
 def in_sentences() -> str:
@@ -369,9 +323,9 @@ def scaling() -> str:
 
 def copies() -> str:
     rows = {
-        "a GRPO step (generation, log-probs, update)": "g",
+        "a GRPO step": "g",
         "published procedure: whole copies, all logits": "p",
-        "exact, in the actor": "l",
+        "exact, behind a cached prefix": "l",
         "exact, on the engine": "o",
         "spans of 8, on the engine": "o8",
     }
@@ -382,8 +336,8 @@ def copies() -> str:
         (median,) = (one["median_seconds"] for one in candidates if one["letter"] == letter)
         return f"{median:.2f}" if median < 10 else f"{median:.1f}"
 
-    columns = (("10m", 128), ("10m", 512), ("1m", 512), ("1m", 1024))
-    head = " seconds per response | 11M, 128 tokens | 11M, 512 tokens | 1M, 512 tokens | 1M, 1024 tokens "
+    columns = (("10m", 128), ("10m", 512), ("1m", 1024))
+    head = " seconds per response | 11M, 128 tokens | 11M, 512 tokens | 1M, 1024 tokens "
     return table(head, ([label, *(seconds(*column, letter) for column in columns)] for label, letter in rows.items()))
 
 
@@ -394,14 +348,11 @@ def copies_range() -> str:
         values = [target["value"] for one in lengths for target in one["targets"] if target["formula"] in formulas]
         return f"{min(values):.2f} to {max(values):.2f}"
 
-    rows = {
-        "seconds of the published procedure / of exact scores on the engine": among("p / o"),
-        "generation speed while scoring (default `share_while_generating`) / without scoring": among(
-            "t/s(0.15) / t/s(alone)"
-        ),
-        "generation speed while scoring (`share_while_generating=1`) / without scoring": among("t/s(1) / t/s(alone)"),
-    }
-    return table(f" ratio | smallest to largest of {len(lengths)} sizes ", rows.items())
+    return (
+        f"In {len(lengths)} sizes the published procedure takes {among('p / o')} times as long as exact scores on the engine.\n"
+        f"While copies run there, generation has {among('t/s(0.15) / t/s(alone)')} of its speed; without a limit\n"
+        f"(`share_while_generating=1`) {among('t/s(1) / t/s(alone)')}.\n"
+    )
 
 
 # ---- evaluation
@@ -483,8 +434,8 @@ def one_gpu() -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     figure.__name__: figure
     for figure in (
-        replacements, fidelity_real, predicted_real, learning, collapse,
-        rivals, labels_learned, labels_all_models, labels_at_7b, labels_fidelity,
+        replacements, fidelity_real, learning, collapse,
+        rivals, labels_learned, labels_at_7b, labels_fidelity,
         labels_rule, in_sentences, confirmation,
         run_cost, projection, projection_sizes, scaling, copies, copies_range, errors,
         architectures, gpu_engines, gpu_peaks, one_gpu,
