@@ -413,22 +413,26 @@ def gpu_peaks() -> str:
     return table(" layout | update | log-probs | log-probs with `fisher` ", rows)
 
 
-def one_gpu() -> str:
-    """The recipes for one GPU, as `oar plan` projects them."""
+def first_run() -> str:
+    """The recipes for a first run, as `oar plan` projects them."""
     from oar_plugin.runs.plan.known import choose_gpu
     from oar_plugin.runs.plan.planning import Plan, in_gib
     from oar_plugin.runs.recipe import compose_recipe, find_recipe
 
     rows = []
-    for name in ("qwen2_5_0_5b_gsm8k", "qwen2_5_1_5b_lora"):
-        config = compose_recipe(find_recipe(name))
-        for key in ("L4-24", "4090-24", "A100-80"):
-            made = Plan(config, choose_gpu(key))
-            hours, least, most = made.hours or (math.nan,) * 3
-            left = f"{in_gib(made.headroom, 0)} of {made.gpu.memory_gib:.0f}"
-            time = f"{hours:.1f} ({least:.1f} to {most:.1f})"
-            rows.append([f"`{name}`", made.gpu.name, left, f"{made.step:.0f}", time, f"{made.to_grpo:.2f}"])
-    return table(" recipe | GPU | GiB left | seconds per step | hours | OAR / GRPO ", rows)
+    recipes = {
+        "qwen2_5_7b_math": ("H100-80",),
+        "qwen2_5_0_5b_gsm8k": ("L4-24", "4090-24"),
+        "qwen2_5_1_5b_lora": ("4090-24",),
+    }
+    for name, key in ((name, key) for name, keys in recipes.items() for key in keys):
+        made = Plan(config := compose_recipe(find_recipe(name)), choose_gpu(key))
+        hours, least, most = made.hours or (math.nan,) * 3
+        gpus = f"{config.trainer.n_gpus_per_node} {made.gpu.name}"
+        left = f"{in_gib(made.headroom, 0)} of {made.gpu.memory_gib:.0f}"
+        time = f"{hours:.1f} ({least:.1f} to {most:.1f})"
+        rows.append([f"`{name}`", gpus, left, f"{made.step:.0f}", time, f"{made.to_grpo:.2f}"])
+    return table(" recipe | GPUs | GiB left | seconds per step | hours | OAR / GRPO ", rows)
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -438,7 +442,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         rivals, labels_learned, labels_at_7b, labels_fidelity,
         labels_rule, in_sentences, confirmation,
         run_cost, projection, projection_sizes, scaling, copies, copies_range, errors,
-        architectures, gpu_engines, gpu_peaks, one_gpu,
+        architectures, gpu_engines, gpu_peaks, first_run,
     )
 }  # fmt: skip
 
