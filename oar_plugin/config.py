@@ -55,8 +55,8 @@ class PerturbationConfig(_Settings):
     timeout_s: float = Field(300.0, gt=0)
     """Seconds that one copy may take in a rollout engine, without the wait for its turn."""
     fallback: str = "fisher"
-    """What a response gets if the rollout engines could not score it: an importance without copies, which the actor computes in
-    the log-prob pass, or none: the response falls back to GRPO."""
+    """What a response gets if the rollout engines could not score it: an importance without copies, which the actor computes,
+    or none: the response falls back to GRPO."""
     max_in_flight: int = Field(64, ge=1)
     """Number of copies that a rollout engine runs at once while it generates nothing."""
     share_while_generating: float = Field(0.15, gt=0, le=1)

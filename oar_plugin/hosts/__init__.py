@@ -1,1 +1,1 @@
-"""What knows a host: `taps` any HuggingFace-style causal LM in torch, `verl` the trainer and its engines."""
+"""What knows a host, a folder each. TRL's and ms-swift's trainers share `accelerated`; `vllm` scores copies for `verl`."""

@@ -1,16 +1,16 @@
 """The gradient pass: forwards and backwards through the model that give each token of a micro-batch its scores.
 
-`Request.forwards` lists the forwards. A host runs its model once for each of them:
+`Request.forwards` lists the forwards, which the schedule puts into a `Work`. A host runs its model once for each of them:
 
-    for forward in request.forwards():
+    for forward in work.forwards:
         with taps.running(forward):
-            taps.tap = micro_batch_pass.tap(forward)
+            taps.tap = micro_batch.tap(forward)
             model(...)
 
 The tap tells the hooks on the model to compute a scalar: the sum of some logits, each times a coefficient. The backward, at
 the end of the `with` block, computes its gradient at the input embeddings, and `Importance.score` a score per token from it.
 
-After the last forward, the host sums `Scores` over the ranks that share the sequences. `importance_of_scores` then returns the
+After the last forward, `total` sums `Scores` over the ranks that share the sequences. `importance_of_scores` then returns the
 importance per token. Megatron's schedules run forward and backward themselves, each forward for all micro-batches.
 Between the constructor and `importance_of_scores`, nothing here makes the CPU wait for the device.
 """

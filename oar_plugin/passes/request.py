@@ -2,7 +2,7 @@
 
 The request is a plain dictionary beside the batch, under `REQUEST`; it travels to every actor rank with the log-prob call.
 The answer is six nested fields of the batch, with one row per response. The trainer multiplies the weights with its advantages.
-It reads importance and segments only of responses that people are to look at.
+It reads importance only of responses that people are to look at, and segments of those and where answers are compared.
 
 | field            | content of a row                                                             |
 |------------------|------------------------------------------------------------------------------|
@@ -11,7 +11,7 @@ It reads importance and segments only of responses that people are to look at.
 | `oar_weights`    | float32, one value per response token: 1 where nothing changes               |
 | `oar_status`     | int64 `[1]`, the `Status`                                                    |
 | `oar_measures`   | float32 `[4]`, `MEASURE_NAMES`, or `[8]`, also `PREDICTION_NAMES`; of weights: 0 if not SCORED |
-| `oar_seconds`    | float32 `[1]`, actor seconds spent on the response                           |
+| `oar_seconds`    | float32 `[1]`, an equal part of the rank's seconds for copies and backwards  |
 """
 
 import re

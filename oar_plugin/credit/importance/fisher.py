@@ -1,4 +1,4 @@
-"""The Fisher norm: how far a token's embedding moves the answer's distribution, over all directions. The default.
+"""The Fisher norm: how far a token's embedding moves the answer's distribution, over all directions.
 
 With the probe's distribution `p` and a random sign vector `u` (each row of AS-Joint has its own),
 

@@ -3,8 +3,8 @@
     I_t = KL(P || P^(t))
 
 with `P^(t)` the outcome with token `t` replaced; for the probe `answer_joint` the drop of the answer's mean log-probability.
-One forward per reasoning token. `oar_plugin.credit.perturbation` lists the copies and makes importance of their scores; the
-actor (`oar_plugin.passes.copies`) or the rollout engines run them.
+One forward per scored token, or unit of tokens. `oar_plugin.credit.perturbation` lists the copies and makes importance of
+their scores; the actor (`oar_plugin.passes.copies`) or the rollout engines run them.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Assigns rows to data-parallel ranks if some rows are scored and others are not.
 
-Scored rows have a pass of their own, in which every rank runs the maximum number of rows over ranks. So the ranks get equal
-numbers of scored rows, besides equal numbers of rows and even work, as in verl.
+Scored rows have masked copies, or a backward in a pass of their own, of which every rank runs as many as the one with the most.
+So the ranks get equal numbers of scored rows, besides equal numbers of rows and even work, as in verl.
 """
 
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Configuration that Hydra finds: presets of OAR, what recipes share, and what runs them without a GPU."""
+"""Configuration that Hydra finds: presets of OAR, and what recipes share."""
