@@ -1,4 +1,4 @@
-"""Whole steps with verl's `RayPPOTrainer` and the experimental trainers: real verl, real Ray, real vLLM."""
+"""Whole steps with verl's `RayPPOTrainer`, the experimental trainers and Megatron: real verl, real Ray, real vLLM."""
 
 import inspect
 import shutil
@@ -53,3 +53,15 @@ def test_two_steps(recipe, module, more, assets, tmp_path):
     assert any(name.startswith("val-core/") for name in steps[-1]) is (module == MAIN)
     check_importance(tmp_path)
     assert all(value < 0 for row in dumped(tmp_path) for value in row.log_probs)
+
+
+def test_two_steps_with_a_megatron_actor(assets, tmp_path):
+    """The recipe's smoke test: two actor processes with tensor and sequence parallelism, on the stand-ins of verl_cpu."""
+    pytest.importorskip("megatron.core")
+    shutil.copytree(assets, tmp_path, dirs_exist_ok=True)
+    more = ("algorithm.oar.importance=fisher", "actor_rollout_ref.actor.optim.lr=1e-4")
+    steps = smoke("qwen2_5_32b_megatron", tmp_path, *more, f"algorithm.oar.dump.dir={tmp_path}/dump")
+    check(steps, [1, 2])
+    for step in steps:
+        assert step["training/rollout_probs_diff_max"] < 1e-4, "the rollout has the actor's weights"
+    check_importance(tmp_path)

@@ -1,7 +1,7 @@
 """Shared by the tests of whole runs of verl: the time limit, and the checks of a healthy run.
 
 Five run with every change, each for several features at once: one in `test_verl_run`, and those of `test_offload_run`,
-`test_megatron_run`, `test_ray_trainer_run` and `test_smoke`. The others are `nightly`.
+`test_ray_trainer_run` and `test_smoke`. The others are `nightly`.
 """
 
 import math

@@ -31,9 +31,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-# ---- what is computed
-
-
 @pytest.mark.parametrize(
     ("oar", "flags"),
     [
@@ -146,9 +143,6 @@ def test_a_run_goes_on_from_its_checkpoint(folder, monkeypatch):
     assert resumed.state.global_step == 4
 
 
-# ---- what is refused
-
-
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -201,9 +195,6 @@ def test_only_the_plugin_changes_ms_swifts_table_and_not_for_megatron(monkeypatc
     monkeypatch.setitem(sys.modules, "swift.megatron", swift)
     with pytest.raises(OarConfigError, match=r"megatron rlhf: .* allowed: swift rlhf"):
         exec(path.read_text(), {})
-
-
-# ---- other processes
 
 
 @pytest.mark.slow
