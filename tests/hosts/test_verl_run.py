@@ -210,6 +210,7 @@ def test_what_a_tool_says_has_no_credit(assets, tmp_path):
     steps = smoke(
         RECIPE,
         tmp_path,
+        "algorithm.oar.importance=fisher",  # two steps are too few to predict
         f"{turns}.enable=True",
         f"{turns}.function_tool_path={tools.__file__}",
         f"{turns}.format=always",
