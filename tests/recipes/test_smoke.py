@@ -32,12 +32,14 @@ HERE = {
         "algorithm.oar.perturbation.backend=rollout",
     ]
 }
+SCORED = "algorithm.oar.importance=fisher"  # two steps are too few to predict from
 NIGHTLY = {
-    "qwen2_5_14b_deepmath": [],
-    "qwen2_5_7b_deepmath": [],  # the synchronous trainer replaces groups; a penalty for long responses
-    "qwen3_30b_a3b_fsdp": [],  # a mixture of experts
+    "qwen2_5_14b_deepmath": [SCORED],
+    "qwen2_5_7b_deepmath": [SCORED],  # the synchronous trainer replaces groups; a penalty for long responses
+    "qwen3_30b_a3b_fsdp": [SCORED],  # a mixture of experts
     # The same with expert parallelism, and routes that the log-prob pass records for the update.
     "qwen3_30b_a3b_megatron": [
+        SCORED,
         "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2",
         "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1",
     ],
