@@ -11,16 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.count.shapes import at, dimensions
 from oar_plugin.runs.plan.known import KNOWN, NotPlannedError, PlanError, load_model
-from oar_plugin.runs.plan.planning import (
-    COPIES,
-    GATE,
-    GENERATION,
-    IMPORTANCE,
-    LOG_PROB,
-    UPDATE,
-    Plan,
-    temporary,
-)
+from oar_plugin.runs.plan.planning import COPIES, GATE, GENERATION, IMPORTANCE, LOG_PROB, UPDATE, Plan, temporary
 from oar_plugin.runs.recipe import compose_recipe, find_recipe
 from tests.recipes.test_recipes import FOLDER, composed, with_overrides
 
