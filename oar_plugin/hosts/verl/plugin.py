@@ -31,12 +31,12 @@ from typing import Any
 logger = logging.getLogger("oar_plugin")
 
 
-def _register(module: str, *features: str) -> None:
-    """Import a module of ours, which registers its classes, unless verl lacks what all of these features hook."""
-    from oar_plugin.hosts.verl import capabilities
+def _register(module: str) -> None:
+    """Import a module of ours, which registers its classes, unless verl lacks what all of its features hook."""
+    from oar_plugin.hosts.verl.capabilities import TRAINERS, missing
 
     try:
-        if all(faults := [capabilities.missing(feature) for feature in features]):
+        if all(faults := [missing(feature) for feature in (TRAINERS if module == "trainer" else [module])]):
             logger.info("oar_plugin leaves verl's own %s in place: %s", module, "; ".join(sum(faults, ())))
         else:
             importlib.import_module(f"oar_plugin.hosts.verl.{module}")
@@ -47,9 +47,9 @@ def _register(module: str, *features: str) -> None:
 def _register_engines(package: ModuleType) -> None:
     # A hook on the whole package runs after hooks on its modules. In one of those another plugin may register an engine for
     # its device, and ours is a subclass of that.
-    _register("fsdp", "fsdp")
+    _register("fsdp")
     if f"{package.__name__}.megatron.transformer_impl" in sys.modules:
-        _register("megatron", "megatron")
+        _register("megatron")
 
 
 def _register_estimator(core_algos: Any) -> None:
@@ -73,8 +73,8 @@ ADVICE = (
     "Install what the line above names, or oar_plugin again (pip install --no-deps); see `oar doctor` on this node."
 )
 HOOKS: dict[str, Callable[[Any], None]] = {
-    "verl.trainer.ppo.v1": lambda package: _register("trainer", "sync", "colocate_async", "separate_async"),
-    "verl.trainer.ppo.ray_trainer": lambda module: _register("ray_trainer", "ray_trainer"),
+    "verl.trainer.ppo.v1": lambda package: _register("trainer"),
+    "verl.trainer.ppo.ray_trainer": lambda module: _register("ray_trainer"),
     "verl.workers.engine": _register_engines,
     "verl.trainer.ppo.core_algos": _register_estimator,
 }
