@@ -24,4 +24,4 @@ def settings() -> OarConfig:
     except (OSError, ValueError, yaml.YAMLError) as error:
         wanted = "allowed: a YAML file of settings, such as `importance: fisher`"
         raise OarConfigError(f"{VARIABLE}={name}: {cause(error)}; {wanted}") from error
-    return OarConfig.parse(given or None, PREFIX)
+    return OarConfig.parse(given, PREFIX)
