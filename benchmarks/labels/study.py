@@ -172,7 +172,8 @@ class Collector:
             copies = GivenUnits(request, packed, unit_list, given_T)
             host.read([0], Work([Forward(None)], copies.begin_read))
             found.append(copies.scores(host).double())
-        WORKS.pop(model, None)
+        if whole:
+            del WORKS[model]  # others try it anew
         return found
 
     def long_texts(self) -> Iterator[tuple[str, Callable[[], Long]]]:
