@@ -21,7 +21,7 @@ from oar_plugin.credit.probe import Probe
 
 PREFIX = "algorithm.oar"
 SHARE, UNITS = 0.025, 8
-"""`auto` of `amortize`, for 1,024 responses of which 60 % need credit about 123 labels a step (`docs/amortized.md`)."""
+"""`auto` of `amortize`: about 123 labels a step of 1,024 responses, 60 % of which need credit (docs/evidence/prediction.md)."""
 PUBLISHED = "importance=oar_g, gate=bi_level, warmup_steps=20"  # what verl's preset `published` changes of the defaults
 _Pattern = Annotated[str, AfterValidator(lambda pattern: make_finder((pattern,)) and pattern)]
 _ImportanceName = Annotated[str, AfterValidator(lambda name: _known_importance(name) and name)]
