@@ -40,7 +40,7 @@ from oar_plugin.passes.request import Request
 TEMPERATURE, MAX_TOKENS, SEED = 0.7, 2048, 0
 SPANS, STARTS = (1, 4, 8, 16), 10
 """Tokens of the units of long texts, and how many units of each."""
-WHOLE = 10
+WHOLE = 40
 """Responses of each task in the pool that have all their units scored; of the others, 16."""
 REASONING = range(250, 701)
 """Tokens of reasoning of a long text."""
@@ -59,9 +59,9 @@ class Settings:
     tasks: tuple[str, ...] = PROBLEMS
     separator: str = "<|endoftext|>"
     """The model's token between documents."""
-    judged: int = 12
+    judged: int = 24
     """Responses of each task that regressions are judged on."""
-    pool: int = 46
+    pool: int = 180
     """The same, that they are fitted on."""
     long: int = 60
     """Long texts."""
