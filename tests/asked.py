@@ -8,9 +8,8 @@ from oar_plugin.config import LEFT, OarConfig
 from oar_plugin.passes.request import Request
 
 OF_REQUEST = ("max_response_length", "max_length", "temperature", "importance_only", "replacement_token")
-GIVEN: dict[str, list[dict[str, Any]]] = json.loads(
-    Path(__file__).with_name("hosts").joinpath("cases.json").read_text()
-)
+CASES = Path(__file__).with_name("hosts") / "cases.json"
+GIVEN: dict[str, list[dict[str, Any]]] = json.loads(CASES.read_text())
 # What left the package, as a user would still write it. `oar=decision` is verl's: tests/hosts/test_settings.py.
 PAIRS = [setting.partition("=") for setting in LEFT if not setting.startswith("oar=")]
 GONE: list[dict[str, Any]] = [{key: value or "x"} for key, _, value in PAIRS]

@@ -28,6 +28,8 @@ UNITS, SHOWN = (2, 4, 8, 16, None), 16
 """Labelled units of a response (None: all); and those that are shown in detail."""
 DRAWS = 8
 """Of which responses and units are labelled."""
+FOLDS = 10
+"""Parts of the long texts; each is predicted from the others."""
 COMPUTED, POSITION = "fisher", "position"
 """What stands beside exact scores and predictions: an importance without copies, and the later, the more."""
 
@@ -87,10 +89,9 @@ def agreements(judged: Sequence[Scored]) -> pd.DataFrame:
 
 def against(score_R: Tensor, row: Scored, but: str) -> dict[str, float]:
     """Agreement with the mean of all kinds but one."""
-    mean_R = mean_of_others(row.scores, but)
+    mean_R, plain_R = mean_of_others(row.scores, but), mean_of_others(row.scores, but, "separator")
     found = {"overlap": top_overlap(score_R, mean_R), "beyond": beyond_position(score_R, mean_R)}
-    found["no separator"] = beyond_position(score_R, mean_of_others(row.scores, but, "separator"))
-    return found | {"spearman": rank_correlation(score_R, mean_R)}
+    return found | {"no separator": beyond_position(score_R, plain_R), "spearman": rank_correlation(score_R, mean_R)}
 
 
 def fits(
@@ -104,12 +105,6 @@ def fits(
     rng.shuffle(order)
     wanted, size = list(LABELS), pool[0].features[layer].shape[1]
     sums = {name: torch.zeros(size, size + 1).double() for name in POOL}
-
-    def fitted(sums_FG: Tensor) -> Regression:
-        regression = Regression(size, RIDGE)
-        regression.end_step(sums_FG, labels, 0)
-        return regression
-
     for row in (pool[index] for index in order):
         known_N = row.scores["pad"].isfinite().nonzero()[:, 0]
         chosen = known_N[spread(len(known_N), units, rng)]
@@ -117,10 +112,21 @@ def fits(
             continue
         feature_nF = row.features[layer][chosen]
         for name, sums_FG in sums.items():
-            sums_FG += Regression.sums(feature_nF - feature_nF.mean(0), centred_log(row.scores[name][chosen]))
+            sums_FG += sums_of(feature_nF, row.scores[name][chosen])
         labels += len(chosen)
         while wanted and labels >= wanted[0]:
-            yield wanted.pop(0), labels, {name: fitted(sums_FG) for name, sums_FG in sums.items()}
+            yield wanted.pop(0), labels, {name: fitted(sums_FG, labels) for name, sums_FG in sums.items()}
+
+
+def sums_of(feature_NF: Tensor, score_N: Tensor) -> Tensor:
+    """What a regression learns of a response's labels, centred."""
+    return Regression.sums(feature_NF - feature_NF.mean(0), centred_log(score_N))
+
+
+def fitted(sums_FG: Tensor, labels: int) -> Regression:
+    regression = Regression(len(sums_FG), RIDGE)
+    regression.end_step(sums_FG, labels, 0)
+    return regression
 
 
 def predictions(pool: Sequence[Scored], judged: Sequence[Scored], progress: Progress) -> pd.DataFrame:
@@ -164,6 +170,30 @@ def rounded(texts: Iterable[Long]) -> pd.DataFrame:
     frame["whole"] = (frame["whole"].clip(lower=0.0) - frame["score"]).abs()
     off = (frame["narrow"] - frame["score"]).abs()
     return frame.assign(error=off, drowned=off > frame["score"] / 2)
+
+
+def learned_from(long: Sequence[Long], read: Sequence[dict[int, Tensor]]) -> pd.DataFrame:
+    """A row for each type and length of labelled units, draw and text, whose labels are not learned; and one for position."""
+    spans, rows = sorted(read[0]), list[dict[str, Any]]()
+    exact = [{span: torch.tensor(text.scores["float32", span]).double() for span in spans} for text in long]
+
+    def judged(kind: str, span: int, text: int, log_N: Tensor) -> None:
+        single_N, longest_N = exact[text][spans[0]], exact[text][spans[-1]]
+        found = {"single": rank_correlation(log_N, single_N), "longest": rank_correlation(log_N, longest_N)}
+        rows.append({"kind": kind, "span": span, "response": text, "beyond": beyond_position(log_N, single_N)} | found)
+
+    for kind, span in long[0].scores:
+        labels = [torch.tensor(text.scores[kind, span]).double() for text in long]
+        sums = torch.stack([sums_of(features[span], score_N) for features, score_N in zip(read, labels, strict=True)])
+        for draw in range(DRAWS):
+            fold_T = torch.randperm(len(long), generator=torch.Generator().manual_seed(draw)) % FOLDS
+            for text, features in enumerate(read):
+                others_T = fold_T != fold_T[text]
+                one = fitted(sums[others_T].sum(0), int(others_T.sum()) * len(labels[0]))
+                judged(kind, span, text, one.predict(features[spans[0]])[:, 0].double())
+    for text, features in enumerate(read):
+        judged(POSITION, 0, text, torch.arange(len(features[spans[0]])).double())
+    return pd.DataFrame(rows)
 
 
 def of_responses(rows: pd.DataFrame, value: str, of: str | None = None) -> Estimate:

@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from benchmarks.fidelity.tables import plus_minus
 from benchmarks.labels import analysis
@@ -16,8 +16,6 @@ from benchmarks.language import smollm2
 from benchmarks.report import COLOURS, Progress, Report, Table, subplots
 
 DISTANCES = [0, 64, 128, 256, 512, 1024]
-FAR = (500, 2048, 4096)
-"""Tokens before the answer that unit scores are put at by the line through their logarithms."""
 PLAIN = "beyond position, mean without the separator"
 NOTES = (
     "Top 20 %: overlap of the 20 % largest scores. Beyond position: correlation of ranks without the best quadratic function "
@@ -35,16 +33,17 @@ NOTES = (
     "Long texts were written by other models, and read by this one after their question; masked copies with `pad`. Ten units "
     "of each size begin at the same tokens. Error: difference of a unit's scores in bfloat16 and float32, on a CPU (the "
     "forward without replacements whole, copies behind its cache, or whole copies); a GPU rounds otherwise. Order kept: rank "
-    "correlation within a text. The two largest: of a text's ten units, in float32. Distances beyond the longest text are "
-    "extrapolated from the line of log score on log distance.",
+    "correlation within a text. The two largest: of a text's ten units, in float32. Predictions: of single tokens' "
+    "scores in float32, by regressions on ten labels of each of the other nine tenths of the texts.",
 )  # fmt: skip
 
 
 def report_on(
-    judged: Sequence[Scored], pool: Sequence[Scored], long: Sequence[Long], settings: dict[str, Any], progress: Progress
-) -> Report:
+    judged: Sequence[Scored], pool: Sequence[Scored], long: Sequence[Long], read: Sequence[dict[int, Tensor]],
+    settings: dict[str, Any], progress: Progress,
+) -> Report:  # fmt: skip
     agreed, fitted = analysis.agreements(judged), analysis.predictions(pool, judged, progress)
-    spans = analysis.rounded(long)
+    spans, learned = analysis.rounded(long), analysis.learned_from(long, read)
     labels = sum(int(row.scores["pad"].isfinite().sum()) for row in pool)
     asked = [len(settings["tasks"]) * settings[part] for part in ("judged", "pool")]
     counts = (
@@ -62,7 +61,7 @@ def report_on(
     return Report(
         title=f"Labels of predicted OAR-P on {name}",
         stem=f"labels_{name}_cpu",
-        tables=[*tables, by_distance(spans), by_unit(spans)],
+        tables=[*tables, by_distance(spans), by_unit(spans), by_labels(learned)],
         notes=[counts, *NOTES, *[smollm2.SOURCE] * (name == smollm2.NAME)],
         runs={"settings": settings, **runs},
         figure=partial(draw, agreed, fitted, spans),
@@ -99,9 +98,8 @@ def by_rule(agreed: pd.DataFrame, fitted: pd.DataFrame) -> Table:
         beside = agreed[agreed["but"] == target].set_index("response")
         for layer, units in (*(("last", units) for units in UNITS[2:]), ("middle", SHOWN)):
             rows = fitted[(fitted[["target", "layer", "units"]] == [target, layer, units or 0]).all(axis=1)]
-            mine = (
-                rows[rows["wanted"] == rows["wanted"].max()].groupby("response").mean(numeric_only=True).reset_index()
-            )
+            most = rows[rows["wanted"] == rows["wanted"].max()]
+            mine = most.groupby("response").mean(numeric_only=True).reset_index()
             computed = mine["response"].map(beside[beside["name"] == COMPUTED]["beyond"])
             values = cells(mine, "others overlap", "others beyond", "others no separator")
             name = f"predicted, {layer} layer: {mine['labels'].mean():,.0f} labels, {units or 'all'} of a response"
@@ -142,16 +140,9 @@ def by_distance(spans: pd.DataFrame) -> Table:
         sizes = [f"{rows[column].median():.1e}" for column in ("score", "error", "whole")]
         of = f"{span}", f"{far.left + 1} to {far.right}", f"{len(rows)}"
         lines.append([*of, *sizes, f"{rows['drowned'].mean():.0%}"])
-    columns = (
-        "tokens of a unit",
-        "to the answer",
-        "units",
-        "median score",
-        "median error",
-        "whole copies",
-        "off by more than half",
-    )
-    return Table("Units of long texts: scores in float32, and their error in bfloat16", columns, lines)
+    columns = "tokens of a unit", "to the answer", "units", "median score", "median error", "whole copies"
+    title = "Units of long texts: scores in float32, and their error in bfloat16"
+    return Table(title, [*columns, "off by more than half"], lines)
 
 
 def by_unit(spans: pd.DataFrame) -> Table:
@@ -159,22 +150,21 @@ def by_unit(spans: pd.DataFrame) -> Table:
     for span, rows in spans.groupby("span"):
         order = rows.groupby("text")[["score", "narrow"]].apply(lambda one: one.rank().corr().iloc[0, 1])
         kept = plus_minus(of_responses(pd.DataFrame({"response": order.index, "kept": order}), "kept"))
-        logs = np.log(rows[rows["score"] > 0][["distance", "score"]])
-        line = np.polyfit(logs["distance"], logs["score"], 1)  # slope and height
-        far = [f"{np.exp(np.polyval(line, np.log(distance))):.1e}" for distance in FAR]
         error = rows[rows["distance"] > DISTANCES[-3]]["error"].median()
         largest = rows[rows.groupby("text")["score"].rank(ascending=False) <= 2]
         off = (f"{some['drowned'].mean():.0%}" for some in (rows, largest))
-        lines.append([f"{span}", kept, *off, f"{line[0]:.2f}", *far, f"{error:.1e}"])
-    columns = (
-        "tokens of a unit",
-        "order kept",
-        "off by more than half",
-        "of the two largest",
-        "slope",
-        *(f"score at {d:,}" for d in FAR),
-    )
+        lines.append([f"{span}", kept, *off, f"{error:.1e}"])
+    columns = "tokens of a unit", "order kept", "off by more than half", "of the two largest"
     return Table("By unit, all distances", [*columns, f"median error beyond {DISTANCES[-3]}"], lines)
+
+
+def by_labels(learned: pd.DataFrame) -> Table:
+    lines = []
+    for (kind, span), rows in learned.groupby(["kind", "span"], sort=False):
+        lines.append([str(kind), f"{span or ''}", *cells(rows, "single", "beyond", "longest")])
+    columns = "labels", "tokens of a unit", "Spearman, single tokens", "beyond position"
+    title = "Predictions in long texts, fitted with units of other long texts"
+    return Table(title, [*columns, f"Spearman, units of {learned['span'].max()}"], lines)
 
 
 def draw(agreed: pd.DataFrame, fitted: pd.DataFrame, spans: pd.DataFrame) -> Figure:
@@ -186,13 +176,11 @@ def draw(agreed: pd.DataFrame, fitted: pd.DataFrame, spans: pd.DataFrame) -> Fig
                 means = rows[rows["target"] == target].groupby("wanted")[column].mean()
                 panel.plot(means.index, means, style, color=colour, label=f"{target}, {units or 'all'} of a response")
             panel.set(xscale="log", xlabel="labels", xticks=sorted(fitted["wanted"].unique()))
-    middle.axhline(
-        agreed[agreed["name"] == COMPUTED]["beyond"].mean(), color=COLOURS[-1], linestyle="--", label=COMPUTED
-    )
+    computed = agreed[agreed["name"] == COMPUTED]["beyond"].mean()
+    middle.axhline(computed, color=COLOURS[-1], linestyle="--", label=COMPUTED)
     for colour, (span, rows) in zip(COLOURS, spans.groupby("span"), strict=False):
-        means = rows.groupby(pd.cut(rows["distance"], DISTANCES), observed=True)[
-            ["distance", "score", "error"]
-        ].median()
+        far = pd.cut(rows["distance"], DISTANCES)
+        means = rows.groupby(far, observed=True)[["distance", "score", "error"]].median()
         right.loglog(means["distance"], means["score"], "o-", color=colour, label=f"units of {span}")
         right.loglog(means["distance"], means["error"], ":", color=colour)
     left.set(ylabel="top 20 %, same replacement")

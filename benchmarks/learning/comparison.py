@@ -205,17 +205,8 @@ def _paid(task: str, plan: Plan, runs: pd.DataFrame) -> Table:
         shown = [_number(of[kind].mean(), ".2f") for kind in [*KINDS, "recall"]]
         others = [_number(of[kind].mean(), ".3g") for kind in ("entropy", "length", "gradient_norm")]
         rows.append([name, *shown, *others, _number(of["fallback/any"].mean(), ".1%"), f"{price:.0%}"])
-    columns = (
-        "method",
-        *KINDS.values(),
-        "recall",
-        "entropy",
-        "tokens",
-        "gradient norm",
-        "fell back",
-        "share of the time",
-    )
-    return Table(f"{task}: mean weights, and what importance cost", columns, rows)
+    columns = ["method", *KINDS.values(), "recall", "entropy", "tokens", "gradient norm", "fell back"]
+    return Table(f"{task}: mean weights, and what importance cost", [*columns, "share of the time"], rows)
 
 
 def _grid(task: str, plan: Plan, runs: pd.DataFrame) -> Table:

@@ -219,12 +219,7 @@ def digest_of(model: PreTrainedModel) -> str:
 
 
 def roll_out(
-    model: PreTrainedModel,
-    task: Task,
-    rng: random.Random,
-    noise: torch.Generator,
-    prompts: int,
-    copies: int,
+    model: PreTrainedModel, task: Task, rng: random.Random, noise: torch.Generator, prompts: int, copies: int
 ) -> Rollout:
     """Sample `copies` responses to each of `prompts` new problems; `rng` draws the problems, `noise` the tokens.
 
@@ -238,11 +233,7 @@ def roll_out(
     reward_PG = torch.tensor([float(reading.right) for reading in readings]).view(prompts, copies)
     advantage_B = ((reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std(1, keepdim=True) + 1e-6)).flatten()
     lengths = [reading.length for reading in readings]
-    graded = {
-        "reward": reward_PG.mean().item(),
-        "length": sum(lengths) / len(lengths),
-        "tokens": float(sum(lengths)),
-    }
+    graded = {"reward": reward_PG.mean().item(), "length": sum(lengths) / len(lengths), "tokens": float(sum(lengths))}
     token_BL = torch.cat((prompt_BP.repeat_interleave(copies, 0), response_BR), 1)
     response_BL, causal_BL, wrong_BL = (torch.zeros_like(token_BL, dtype=torch.bool) for _ in range(3))
     segments_BL = torch.full_like(token_BL, int(Segment.OUTSIDE))

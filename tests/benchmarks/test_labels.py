@@ -54,6 +54,15 @@ def test_a_fit_finds_what_scores_are_made_of_whatever_a_responses_level(units, m
     assert centred_log(torch.tensor([0.0, 1.0])).isfinite().all()
 
 
+def test_predictions_in_long_texts_are_as_good_as_the_labels_of_other_texts():
+    read = [dict.fromkeys((1, 4), torch.randn(10, 6, generator=torch.Generator().manual_seed(n))) for n in range(30)]
+    log_N = [one[1][:, 0].double() for one in read]
+    scores = [{("float32", 1): x.exp().tolist(), ("float32", 4): (-x).exp().tolist()} for x in log_N]
+    found = analysis.learned_from([analysis.Long([], one) for one in scores], read)
+    single = found.groupby("span")["single"].mean().to_dict()  # 0: position
+    assert single[4] < -0.9 < -0.2 < single[0] < 0.2 < 0.9 < single[1]
+
+
 def test_the_study_on_a_random_model(monkeypatch, tmp_path):
     make_tokenizer(SHAPES["tiny"].vocab, by_bytes=True).save_pretrained(tmp_path)
     model_of(SHAPES["tiny"], 2048).save_pretrained(tmp_path)
@@ -76,10 +85,9 @@ def test_the_study_on_a_random_model(monkeypatch, tmp_path):
     report.machine = again.machine = None
     assert again.markdown(None) == report.markdown(None)
     page = report.markdown(None)
-    assert "Judged: 6 of 6 responses" in page
-    assert "2 of 2 other responses" in page
-    assert "Long texts: 2 of at most 3" in page
-    for row in ("| sampled |", "| batch again |", "| all |", "| batch, middle layer | 16 |", "| 16 | 1 to 64 |"):
+    counts = ("Judged: 6 of 6 responses", "2 of 2 other responses", "Long texts: 2 of at most 3")
+    cells = ("| batch again |", "| all |", "| batch, middle layer | 16 |", "| 16 | 1 to 64 |", "| float32 | 8 |")
+    for row in counts + cells:
         assert row in page
     report.write(tmp_path / "out")
     runs = json.loads((tmp_path / "out" / f"{report.stem}.json").read_text())["runs"]

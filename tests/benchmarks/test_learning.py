@@ -107,14 +107,8 @@ def test_importance_of_the_shared_graph_and_of_many_copies_is_the_packages(
     if share is not None:  # the small trainer predicts from hidden states without this weight
         torch.nn.init.ones_(model.model.norm.weight)
     given = {"attention_mask": rollout.mask_BL, "response_mask": rollout.response_BL, "segments": rollout.segments_BL}
-    given |= {
-        "tokenizer": make_tokenizer(),
-        "importance": name,
-        "probe": probe,
-        "amortize.share": share,
-        "amortize.units": units,
-        "perturbation.replacement": replacement,
-    }
+    given |= {"tokenizer": make_tokenizer(), "importance": name, "probe": probe}
+    given |= {"amortize.share": share, "amortize.units": units, "perturbation.replacement": replacement}
     for step in range(1 if share is None else 4):
         labelled_BL = training.labelled(here, training.request_of(run, step), rollout)
         here_BL = training.importance(run, rollout, forward(model, rollout, labelled_BL), step, here, labelled_BL)
