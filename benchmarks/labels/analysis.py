@@ -24,7 +24,7 @@ AGAIN, ROUNDED = "batch again", "pad, bfloat16"
 POOL = ("pad", "sampled", "batch")
 """What regressions are fitted with: one fixed token, and two that are drawn anew for each label."""
 LABELS = (128, 256, 512, 1024, 2048, 4096, 8192)
-UNITS, SHOWN = (2, 4, 8, 16, None), 16
+UNITS, SHOWN = (2, 4, 8, 16, None), 8
 """Labelled units of a response (None: all); and those that are shown in detail."""
 DRAWS = 8
 """Of which responses and units are labelled."""
