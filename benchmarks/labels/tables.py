@@ -174,7 +174,9 @@ def draw(agreed: pd.DataFrame, fitted: pd.DataFrame, spans: pd.DataFrame) -> Fig
         for panel, column in ((left, "overlap"), (middle, "others beyond")):
             for target, style in zip(POOL, ("o-", "^--", "s:"), strict=True):
                 means = rows[rows["target"] == target].groupby("wanted")[column].mean()
-                panel.plot(means.index, means, style, color=colour, label=f"{target}, {units or 'all'} of a response")
+                name = target if panel is middle else f"{units or 'all'} units of a response"
+                shown = units is None if panel is middle else target == POOL[0]
+                panel.plot(means.index, means, style, color=colour, label=name if shown else None)
             panel.set(xscale="log", xlabel="labels", xticks=sorted(fitted["wanted"].unique()))
     computed = agreed[agreed["name"] == COMPUTED]["beyond"].mean()
     middle.axhline(computed, color=COLOURS[-1], linestyle="--", label=COMPUTED)
@@ -189,6 +191,5 @@ def draw(agreed: pd.DataFrame, fitted: pd.DataFrame, spans: pd.DataFrame) -> Fig
     for panel in (left, middle, right):
         panel.xaxis.set_major_formatter("{x:.0f}")
         panel.minorticks_off()
-        if panel is not left:
-            panel.legend(fontsize=6)
+        panel.legend(fontsize=6)
     return figure

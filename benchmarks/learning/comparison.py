@@ -160,8 +160,7 @@ def _compared(
             share = _number(estimate.value / headroom, ".2f") if headroom > 0 else "-"
             line += [signed(estimate), *([signed(gain(plan, runs, task, name, trimmed=False)[0])] if plan.trim else [])]
             line += [ahead, share, _number(holm_p if name in plan.named else p, ".2g"), verdict]
-        held_out = gain(plan, runs, task, name, "held_out")[0]
-        late = "" if name == BASELINE else signed(held_out)
+        late = "" if name == BASELINE else signed(gain(plan, runs, task, name, "held_out")[0])
         fallen = f"{fell_apart(of).sum()} of {len(of)}"
         rows.append([*line, fallen, f"{of['held_out'].mean():.3f}", late])
     columns = ["method", "lr", "mean reward", "minus GRPO's (95 %)", *(["not trimmed"] if plan.trim else [])]
