@@ -193,7 +193,7 @@ IN_STEPS = {
     "chain": "`chain`, four",
 }
 TWO, FOUR = list(IN_STEPS)[:2], list(IN_STEPS)[2:]
-FITTED = "predicted, last layer: 2,057 labels, 16 of a response"
+FITTED = "predicted, last layer: 4,096 labels, 8 of a response"
 
 
 def labels_learned() -> str:
@@ -216,9 +216,9 @@ def labels_fidelity() -> str:
     """Against the mean of exact scores with other replacements than the one that was fitted with."""
     rows = rows_of("labels_smollm2_cpu", "Against the mean of the kinds")
     shown = {
-        "predicted `oar_p`, 1,024 labels, 8 units of a response": "predicted, last layer: 1,024 labels, 8 of a response",
-        "predicted `oar_p`, 2,057 labels, 16 units": FITTED,
+        "predicted `oar_p`, 4,096 labels, 8 units of a response": FITTED,
         "the same from a middle layer": FITTED.replace("last", "middle"),
+        "predicted `oar_p`, 8,195 labels, 16 units": "predicted, last layer: 8,195 labels, 16 of a response",
         "`fisher`": "fisher",
         "**position: the later, the more**": "position",
     }
@@ -226,6 +226,15 @@ def labels_fidelity() -> str:
     of = {row["credit"]: row for row in rows if row["fitted with"].endswith("sampled")}
     lines = ([label, *(of[name][column] for column in columns)] for label, name in shown.items())
     return table(" scores | overlap | beyond position | minus `fisher` ", lines)
+
+
+def labels_units() -> str:
+    """In long texts, predictions beyond position by the length of the units that they were fitted with."""
+    rows = rows_of("labels_smollm2_cpu", "Predictions in long texts")
+    found = {(row["labels"], row["tokens of a unit"]): row["beyond position"] for row in rows}
+    shown = {"float32": "float32", "bfloat16": "bf16, behind a cached prefix", "bfloat16, whole": "bf16, whole copies"}
+    lines = ([label, *(found[kind, span] for span in ("1", "4", "8", "16"))] for kind, label in shown.items())
+    return table(" labels in | units of 1 token | 4 | 8 | 16 ", lines)
 
 
 def labels_rule() -> str:
@@ -440,7 +449,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     for figure in (
         replacements, fidelity_real, learning, collapse,
         rivals, labels_learned, labels_at_7b, labels_fidelity,
-        labels_rule, in_sentences, confirmation,
+        labels_units, labels_rule, in_sentences, confirmation,
         run_cost, projection, projection_sizes, scaling, copies, copies_range, errors,
         architectures, gpu_engines, gpu_peaks, first_run,
     )
