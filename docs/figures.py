@@ -53,7 +53,7 @@ def replacements() -> str:
     of = {row["score"]: row for row in rows_of("labels_smollm2_cpu", "What stands in the masked place")}
     columns = "top 20 %", "beyond position", "mean score"
     return table(
-        " in the masked place | top 20 % of the others' mean | beyond position | mean score ",
+        " in the masked place | overlap with the others' mean | beyond position | mean score ",
         [[label, *(of[name][column] for column in columns)] for name, label in shown.items()],
     )
 
@@ -212,9 +212,13 @@ def labels_at_7b() -> str:
     return f"{'; '.join(gains)}.\n"
 
 
-def labels_fidelity() -> str:
-    """Against the mean of exact scores with other replacements than the one that was fitted with."""
+def fitted_with_draws() -> dict[str, dict[str, str]]:
+    """Regressions on draws of the model's own, and what stands beside them, against the mean of the other replacements."""
     rows = rows_of("labels_smollm2_cpu", "Against the mean of the kinds")
+    return {row["credit"]: row for row in rows if row["fitted with"].endswith("sampled")}
+
+
+def labels_fidelity() -> str:
     shown = {
         "predicted `oar_p`, 4,096 labels, 8 units of a response": FITTED,
         "the same from a middle layer": FITTED.replace("last", "middle"),
@@ -222,8 +226,7 @@ def labels_fidelity() -> str:
         "`fisher`": "fisher",
         "**position: the later, the more**": "position",
     }
-    columns = "top 20 %", "beyond position", "beyond position, minus `fisher`"
-    of = {row["credit"]: row for row in rows if row["fitted with"].endswith("sampled")}
+    columns, of = ("top 20 %", "beyond position", "beyond position, minus `fisher`"), fitted_with_draws()
     lines = ([label, *(of[name][column] for column in columns)] for label, name in shown.items())
     return table(" scores | overlap | beyond position | minus `fisher` ", lines)
 
@@ -239,28 +242,15 @@ def labels_units() -> str:
 
 def labels_rule() -> str:
     """Each condition on the default, with what came."""
-    fitted = {
-        row["credit"]: row
-        for row in rows_of("labels_smollm2_cpu", "Against the mean of the kinds")
-        if row["fitted with"].endswith("sampled")
-    }
     four = [against_grpo("learning_labels", task)["oar_p/123"]["not trimmed"] for task in FOUR]
     added = {row["choice"]: row["slowest, balanced and filled up"] for row in rows_of("count", "Chosen responses")}
-    pairs = {name: ahead("learning_labels", TWO, name) for name in ("oar_p/123", "fisher", "position")}
+    pairs = [ahead("learning_labels", TWO, name) for name in ("oar_p/123", "fisher", "position")]
+    beyond = [fitted_with_draws()[name]["beyond position"] for name in (FITTED, "fisher")]
     rows = [
-        [
-            "two steps: ahead in as many pairs as `fisher`, less four, and more than position",
-            f"{pairs['oar_p/123']}; {pairs['fisher']}; {pairs['position']}",
-        ],
+        ["two steps: ahead in as many pairs as `fisher`, less four, and more than position", "; ".join(pairs)],
         ["four steps: upper end of all models' interval at least 0", ", ".join(four)],
-        [
-            "SmolLM2, beyond position: above `fisher`",
-            f"{fitted[FITTED]['beyond position']}; {fitted['fisher']['beyond position']}",
-        ],
-        [
-            "7B: adds at most 3 % on the slowest of eight ranks",
-            added["oar_p, 1 in 40 x 8"].split(": ")[1],
-        ],
+        ["SmolLM2, beyond position: above `fisher`", "; ".join(beyond)],
+        ["7B: adds at most 3 % on the slowest of eight ranks", added["oar_p, 1 in 40 x 8"].split(": ")[1]],
     ]
     return table(" condition | came ", rows)
 

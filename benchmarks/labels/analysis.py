@@ -49,6 +49,7 @@ class Long:
 
     distances: list[int]  # tokens from a unit's first token to the end of the reasoning
     scores: dict[tuple[str, int], list[float]]  # of the units, by type and span
+    features: dict[int, Tensor]  # float32 [N, F], the mean of a unit's tokens, by span
 
 
 def mean_of_others(scores: dict[str, Tensor], *left_out: str) -> Tensor:
@@ -81,9 +82,8 @@ def agreements(judged: Sequence[Scored]) -> pd.DataFrame:
             of = {"name": name, "response": response, "mean": float(score_R.mean())}
             of[POSITION] = top_overlap(score_R, position_R)
             of |= {f"with {other}": top_overlap(score_R, row.scores[other]) for other in (*KINDS, AGAIN)}
-            rows += [
-                of | {"but": but, **against(score_R, row, but)} for but in ([kind] if kind in KINDS else ["", *POOL])
-            ]
+            left_out = [kind] if kind in KINDS else ["", *POOL]
+            rows += [of | {"but": but, **against(score_R, row, but)} for but in left_out]
     return pd.DataFrame(rows)
 
 
@@ -110,12 +110,11 @@ def fits(
         chosen = known_N[spread(len(known_N), units, rng)]
         if len(chosen) < 2 or (units is None and len(known_N) < len(row.scores["pad"])):
             continue
-        feature_nF = row.features[layer][chosen]
         for name, sums_FG in sums.items():
-            sums_FG += sums_of(feature_nF, row.scores[name][chosen])
+            sums_FG += sums_of(row.features[layer][chosen], row.scores[name][chosen])
         labels += len(chosen)
         while wanted and labels >= wanted[0]:
-            yield wanted.pop(0), labels, {name: fitted(sums_FG, labels) for name, sums_FG in sums.items()}
+            yield wanted.pop(0), labels, {name: regression_of(sums_FG) for name, sums_FG in sums.items()}
 
 
 def sums_of(feature_NF: Tensor, score_N: Tensor) -> Tensor:
@@ -123,9 +122,9 @@ def sums_of(feature_NF: Tensor, score_N: Tensor) -> Tensor:
     return Regression.sums(feature_NF - feature_NF.mean(0), centred_log(score_N))
 
 
-def fitted(sums_FG: Tensor, labels: int) -> Regression:
+def regression_of(sums_FG: Tensor) -> Regression:
     regression = Regression(len(sums_FG), RIDGE)
-    regression.end_step(sums_FG, labels, 0)
+    regression.end_step(sums_FG, 0, 0)  # how many labels there were says what to forget
     return regression
 
 
@@ -150,9 +149,8 @@ def judge(log_R: Tensor, control_R: Tensor, row: Scored, name: str) -> dict[str,
     found |= {f"others {key}": value for key, value in against(log_R, row, name).items()}
     found["control"] = beyond_position(control_R, mean_of_others(row.scores, name))
     errors = [(target_R - x_R + x_R.mean()).square().sum() for x_R in (log_R, control_R)]
-    return found | dict(
-        zip(("error", "control error", "variance"), map(float, [*errors, target_R @ target_R]), strict=True)
-    )
+    values = map(float, [*errors, target_R @ target_R])
+    return found | dict(zip(("error", "control error", "variance"), values, strict=True))
 
 
 def rounded(texts: Iterable[Long]) -> pd.DataFrame:
@@ -172,27 +170,26 @@ def rounded(texts: Iterable[Long]) -> pd.DataFrame:
     return frame.assign(error=off, drowned=off > frame["score"] / 2)
 
 
-def learned_from(long: Sequence[Long], read: Sequence[dict[int, Tensor]]) -> pd.DataFrame:
-    """A row for each type and length of labelled units, draw and text, whose labels are not learned; and one for position."""
-    spans, rows = sorted(read[0]), list[dict[str, Any]]()
-    exact = [{span: torch.tensor(text.scores["float32", span]).double() for span in spans} for text in long]
+def long_predictions(long: Sequence[Long]) -> pd.DataFrame:
+    """A row for each type and length of labelled units, draw and text (predicted from other folds); and for position."""
+    spans, rows = sorted(long[0].features), list[dict[str, Any]]()
 
-    def judged(kind: str, span: int, text: int, log_N: Tensor) -> None:
-        single_N, longest_N = exact[text][spans[0]], exact[text][spans[-1]]
+    def add(kind: str, span: int, text: int, log_N: Tensor) -> None:
+        single_N, longest_N = (torch.tensor(long[text].scores["float32", of]) for of in (spans[0], spans[-1]))
         found = {"single": rank_correlation(log_N, single_N), "longest": rank_correlation(log_N, longest_N)}
         rows.append({"kind": kind, "span": span, "response": text, "beyond": beyond_position(log_N, single_N)} | found)
 
     for kind, span in long[0].scores:
-        labels = [torch.tensor(text.scores[kind, span]).double() for text in long]
-        sums = torch.stack([sums_of(features[span], score_N) for features, score_N in zip(read, labels, strict=True)])
+        labels = [(text.features[span], torch.tensor(text.scores[kind, span]).double()) for text in long]
+        sums_XFG = torch.stack([sums_of(*of_text) for of_text in labels])
         for draw in range(DRAWS):
-            fold_T = torch.randperm(len(long), generator=torch.Generator().manual_seed(draw)) % FOLDS
-            for text, features in enumerate(read):
-                others_T = fold_T != fold_T[text]
-                one = fitted(sums[others_T].sum(0), int(others_T.sum()) * len(labels[0]))
-                judged(kind, span, text, one.predict(features[spans[0]])[:, 0].double())
-    for text, features in enumerate(read):
-        judged(POSITION, 0, text, torch.arange(len(features[spans[0]])).double())
+            fold_X = torch.randperm(len(long), generator=torch.Generator().manual_seed(draw)) % FOLDS
+            for fold in fold_X.unique():
+                regression = regression_of(sums_XFG[fold_X != fold].sum(0))
+                for text in (fold_X == fold).nonzero()[:, 0].tolist():
+                    add(kind, span, text, regression.predict(long[text].features[spans[0]])[:, 0])
+    for text, one in enumerate(long):
+        add(POSITION, 0, text, torch.arange(len(one.distances)).float())
     return pd.DataFrame(rows)
 
 

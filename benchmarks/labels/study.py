@@ -176,7 +176,7 @@ class Collector:
             del WORKS[model]  # others try it anew
         return found
 
-    def long_texts(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def long_texts(self) -> Iterator[tuple[str, Callable[[], Long]]]:
         """Responses that other models wrote, one to a question, in an order of the seed."""
         rows = [json.loads(line) for line in self.settings.texts.read_text(encoding="utf-8").splitlines()]
         random.Random(SEED).shuffle(rows)
@@ -193,30 +193,21 @@ class Collector:
                 token_T = torch.tensor([*prompt, *written])
                 response = Response(token_T, segments_T, segments_T < 0, True, row["question"], written)
                 yield f"long_{found:03}", partial(self.by_span, response)
-                yield f"read_{found:03}", partial(self.read_spans, response)
                 found += 1
 
     def by_span(self, response: Response) -> Long:
         """Units of some lengths that begin at the same tokens, spread over the reasoning."""
-        at_R, start_N, scores = response.reasoning_R, starts_of(response), dict[tuple[str, int], list[float]]()
+        at_R, scores = response.reasoning_R, dict[tuple[str, int], list[float]]()
+        start_N = torch.linspace(0, len(at_R) - max(SPANS), STARTS).long()
         pad_T = torch.full_like(response.token_T, self.writer.pad)
         asked = [(pad_T, [tuple(at_R[at : at + span].tolist()) for at in start_N.tolist()]) for span in SPANS]
         models = {"float32": self.writer.model, "bfloat16": self.narrow(), "bfloat16, whole": self.narrow()}
         for kind, model in models.items():
             for span, score_N in zip(SPANS, self.masked(model, response, asked, "whole" in kind), strict=True):
                 scores[kind, span] = score_N.tolist()
-        return Long((at_R[-1] + 1 - at_R[start_N]).tolist(), scores)
-
-    def read_spans(self, response: Response) -> dict[int, Tensor]:
-        """By length, the mean features of the tokens of each of these units, float32 `[N, F]`."""
         (feature_RF,) = features(self.writer.model, response, (-1,))
-        starts = starts_of(response).tolist()
-        return {span: torch.stack([feature_RF[at : at + span].mean(0) for at in starts]) for span in SPANS}
-
-
-def starts_of(response: Response) -> Tensor:
-    """Where units of a long text begin, in its reasoning."""
-    return torch.linspace(0, len(response.reasoning_R) - max(SPANS), STARTS).long()
+        means = {span: torch.stack([feature_RF[at : at + span].mean(0) for at in start_N.tolist()]) for span in SPANS}
+        return Long((at_R[-1] + 1 - at_R[start_N]).tolist(), scores, means)
 
 
 @torch.no_grad()
@@ -251,5 +242,5 @@ def measure(settings: Settings, progress: Progress) -> Report:
     if settings.collect:
         settings.folder.mkdir(parents=True, exist_ok=True)
         Collector(settings, progress).run()
-    judged, pool, long, read = (kept(settings, part) for part in ("judged", "pool", "long", "read"))
-    return report_on(judged, pool, long, read, asdict(settings), progress)
+    judged, pool, long = (kept(settings, part) for part in ("judged", "pool", "long"))
+    return report_on(judged, pool, long, asdict(settings), progress)

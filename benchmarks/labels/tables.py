@@ -7,7 +7,6 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from benchmarks.fidelity.tables import plus_minus
 from benchmarks.labels import analysis
@@ -33,17 +32,17 @@ NOTES = (
     "Long texts were written by other models, and read by this one after their question; masked copies with `pad`. Ten units "
     "of each size begin at the same tokens. Error: difference of a unit's scores in bfloat16 and float32, on a CPU (the "
     "forward without replacements whole, copies behind its cache, or whole copies); a GPU rounds otherwise. Order kept: rank "
-    "correlation within a text. The two largest: of a text's ten units, in float32. Predictions: of single tokens' "
-    "scores in float32, by regressions on ten labels of each of the other nine tenths of the texts.",
+    "correlation within a text. The two largest: of a text's ten units, in float32. Predictions: of each unit's first "
+    "token, by regressions on the ten labels of each text in the other nine tenths; against scores in float32 of these tokens "
+    "and, in the last column, of the longest units that begin with them.",
 )  # fmt: skip
 
 
 def report_on(
-    judged: Sequence[Scored], pool: Sequence[Scored], long: Sequence[Long], read: Sequence[dict[int, Tensor]],
-    settings: dict[str, Any], progress: Progress,
-) -> Report:  # fmt: skip
+    judged: Sequence[Scored], pool: Sequence[Scored], long: Sequence[Long], settings: dict[str, Any], progress: Progress
+) -> Report:
     agreed, fitted = analysis.agreements(judged), analysis.predictions(pool, judged, progress)
-    spans, learned = analysis.rounded(long), analysis.learned_from(long, read)
+    spans, predicted = analysis.rounded(long), analysis.long_predictions(long)
     labels = sum(int(row.scores["pad"].isfinite().sum()) for row in pool)
     asked = [len(settings["tasks"]) * settings[part] for part in ("judged", "pool")]
     counts = (
@@ -61,7 +60,7 @@ def report_on(
     return Report(
         title=f"Labels of predicted OAR-P on {name}",
         stem=f"labels_{name}_cpu",
-        tables=[*tables, by_distance(spans), by_unit(spans), by_labels(learned)],
+        tables=[*tables, by_distance(spans), by_unit(spans), by_labelled_unit(predicted)],
         notes=[counts, *NOTES, *[smollm2.SOURCE] * (name == smollm2.NAME)],
         runs={"settings": settings, **runs},
         figure=partial(draw, agreed, fitted, spans),
@@ -158,35 +157,34 @@ def by_unit(spans: pd.DataFrame) -> Table:
     return Table("By unit, all distances", [*columns, f"median error beyond {DISTANCES[-3]}"], lines)
 
 
-def by_labels(learned: pd.DataFrame) -> Table:
+def by_labelled_unit(predicted: pd.DataFrame) -> Table:
     lines = []
-    for (kind, span), rows in learned.groupby(["kind", "span"], sort=False):
+    for (kind, span), rows in predicted.groupby(["kind", "span"], sort=False):
         lines.append([str(kind), f"{span or ''}", *cells(rows, "single", "beyond", "longest")])
     columns = "labels", "tokens of a unit", "Spearman, single tokens", "beyond position"
     title = "Predictions in long texts, fitted with units of other long texts"
-    return Table(title, [*columns, f"Spearman, units of {learned['span'].max()}"], lines)
+    return Table(title, [*columns, f"Spearman, units of {predicted['span'].max()}"], lines)
 
 
 def draw(agreed: pd.DataFrame, fitted: pd.DataFrame, spans: pd.DataFrame) -> Figure:
     figure, (left, middle, right) = subplots(1, 3, figsize=(12, 4))
     for colour, units in zip(COLOURS, UNITS, strict=False):
         rows = fitted[(fitted["units"] == (units or 0)) & (fitted["layer"] == "last")]
-        for panel, column in ((left, "overlap"), (middle, "others beyond")):
-            for target, style in zip(POOL, ("o-", "^--", "s:"), strict=True):
-                means = rows[rows["target"] == target].groupby("wanted")[column].mean()
-                name = target if panel is middle else f"{units or 'all'} units of a response"
-                shown = units is None if panel is middle else target == POOL[0]
-                panel.plot(means.index, means, style, color=colour, label=name if shown else None)
-            panel.set(xscale="log", xlabel="labels", xticks=sorted(fitted["wanted"].unique()))
+        for target, style in zip(POOL, ("o-", "^--", "s:"), strict=True):
+            means = rows[rows["target"] == target].groupby("wanted")[["overlap", "others beyond"]].mean()
+            count = f"{units or 'all'} units of a response" if target == POOL[0] else None
+            left.plot(means.index, means["overlap"], style, color=colour, label=count)
+            middle.plot(means.index, means["others beyond"], style, color=colour, label=None if units else target)
     computed = agreed[agreed["name"] == COMPUTED]["beyond"].mean()
     middle.axhline(computed, color=COLOURS[-1], linestyle="--", label=COMPUTED)
     for colour, (span, rows) in zip(COLOURS, spans.groupby("span"), strict=False):
-        far = pd.cut(rows["distance"], DISTANCES)
-        means = rows.groupby(far, observed=True)[["distance", "score", "error"]].median()
+        interval = pd.cut(rows["distance"], DISTANCES)
+        means = rows.groupby(interval, observed=True)[["distance", "score", "error"]].median()
         right.loglog(means["distance"], means["score"], "o-", color=colour, label=f"units of {span}")
         right.loglog(means["distance"], means["error"], ":", color=colour)
-    left.set(ylabel="top 20 %, same replacement")
-    middle.set(ylabel="beyond position, other kinds")
+    of_labels: dict[str, Any] = {"xscale": "log", "xlabel": "labels", "xticks": sorted(fitted["wanted"].unique())}
+    left.set(ylabel="top 20 %, same replacement", **of_labels)
+    middle.set(ylabel="beyond position, other kinds", **of_labels)
     right.set(xlabel="tokens to the answer", xticks=DISTANCES[1:-1], ylabel="median score; dotted: error of bfloat16")
     for panel in (left, middle, right):
         panel.xaxis.set_major_formatter("{x:.0f}")

@@ -164,16 +164,8 @@ def _compared(
         fallen = f"{fell_apart(of).sum()} of {len(of)}"
         rows.append([*line, fallen, f"{of['held_out'].mean():.3f}", late])
     columns = ["method", "lr", "mean reward", "minus GRPO's (95 %)", *(["not trimmed"] if plan.trim else [])]
-    columns += [
-        "ahead in",
-        f"of {HEADROOM}'s gain",
-        "p",
-        "verdict",
-        "fell apart",
-        "held-out at the end",
-        "minus GRPO's",
-    ]
-    return Table(f"{task}: mean reward over the run, against GRPO", columns, rows)
+    columns += ["ahead in", f"of {HEADROOM}'s gain", "p", "verdict", "fell apart", "held-out at the end"]
+    return Table(f"{task}: mean reward over the run, against GRPO", [*columns, "minus GRPO's"], rows)
 
 
 def _at_equal_cost(plan: Plan, task: str, runs: pd.DataFrame) -> Table:
