@@ -174,10 +174,11 @@ def long_predictions(long: Sequence[Long]) -> pd.DataFrame:
     """A row for each type and length of labelled units, draw and text (predicted from other folds); and for position."""
     spans, rows = sorted(long[0].features), list[dict[str, Any]]()
 
-    def add(kind: str, span: int, text: int, log_N: Tensor) -> None:
+    def add(kind: str, span: int, text: int, log_N: Tensor, control_N: Tensor) -> None:
         single_N, longest_N = (torch.tensor(long[text].scores["float32", of]) for of in (spans[0], spans[-1]))
         found = {"single": rank_correlation(log_N, single_N), "longest": rank_correlation(log_N, longest_N)}
-        rows.append({"kind": kind, "span": span, "response": text, "beyond": beyond_position(log_N, single_N)} | found)
+        found |= {"beyond": beyond_position(log_N, single_N), "control": beyond_position(control_N, single_N)}
+        rows.append({"kind": kind, "span": span, "response": text} | found)
 
     for kind, span in long[0].scores:
         labels = [(text.features[span], torch.tensor(text.scores[kind, span]).double()) for text in long]
@@ -187,9 +188,9 @@ def long_predictions(long: Sequence[Long]) -> pd.DataFrame:
             for fold in fold_X.unique():
                 regression = regression_of(sums_XFG[fold_X != fold].sum(0))
                 for text in (fold_X == fold).nonzero()[:, 0].tolist():
-                    add(kind, span, text, regression.predict(long[text].features[spans[0]])[:, 0])
+                    add(kind, span, text, *regression.predict(long[text].features[spans[0]]).T)
     for text, one in enumerate(long):
-        add(POSITION, 0, text, torch.arange(len(one.distances)).float())
+        add(POSITION, 0, text, *torch.arange(len(one.distances)).float().expand(2, -1))
     return pd.DataFrame(rows)
 
 

@@ -33,8 +33,8 @@ NOTES = (
     "of each size begin at the same tokens. Error: difference of a unit's scores in bfloat16 and float32, on a CPU (the "
     "forward without replacements whole, copies behind its cache, or whole copies); a GPU rounds otherwise. Order kept: rank "
     "correlation within a text. The two largest: of a text's ten units, in float32. Predictions: of each unit's first "
-    "token, by regressions on the ten labels of each text in the other nine tenths; against scores in float32 of these tokens "
-    "and, in the last column, of the longest units that begin with them.",
+    "token, by regressions on the ten labels of each text in the other nine tenths; against scores in float32 of these tokens, "
+    "or of the longest units that begin with them. These intervals leave out that other labels would give other regressions.",
 )  # fmt: skip
 
 
@@ -54,7 +54,8 @@ def report_on(
     )
     name = Path(settings["model"]).name
     means = fitted.groupby(["target", "layer", "units", "wanted"]).mean().reset_index()
-    frames = {"agreements": agreed, "labels": means, "spans": spans}
+    of_texts = predicted.groupby(["kind", "span", "response"], sort=False).mean().reset_index()
+    frames = {"agreements": agreed, "labels": means, "spans": spans, "texts": of_texts}
     runs = {key: rows.round(5).astype(object).where(rows.notna(), None).to_dict("list") for key, rows in frames.items()}
     tables = [replacements(agreed), pairs(agreed), by_rule(agreed, fitted), *curves(fitted), details(fitted)]
     return Report(
@@ -160,10 +161,10 @@ def by_unit(spans: pd.DataFrame) -> Table:
 def by_labelled_unit(predicted: pd.DataFrame) -> Table:
     lines = []
     for (kind, span), rows in predicted.groupby(["kind", "span"], sort=False):
-        lines.append([str(kind), f"{span or ''}", *cells(rows, "single", "beyond", "longest")])
-    columns = "labels", "tokens of a unit", "Spearman, single tokens", "beyond position"
+        lines.append([str(kind), f"{span or ''}", *cells(rows, "single", "longest", "beyond", "control")])
+    columns = "labels", "tokens of a unit", "Spearman, single tokens", f"Spearman, units of {predicted['span'].max()}"
     title = "Predictions in long texts, fitted with units of other long texts"
-    return Table(title, [*columns, f"Spearman, units of {predicted['span'].max()}"], lines)
+    return Table(title, [*columns, "single tokens, beyond position", "without hidden states"], lines)
 
 
 def draw(agreed: pd.DataFrame, fitted: pd.DataFrame, spans: pd.DataFrame) -> Figure:

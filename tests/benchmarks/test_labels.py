@@ -55,14 +55,14 @@ def test_a_fit_finds_what_scores_are_made_of_whatever_a_responses_level(units, m
 
 
 def test_a_long_text_is_predicted_from_the_labels_of_others():
-    """Two texts say the opposite of each other, and labels of longer units the opposite of single tokens."""
+    """Two texts say the opposite of each other; so do long units and single tokens, and bfloat16 and float32."""
     x_N, long = torch.randperm(10, generator=torch.Generator().manual_seed(0)).float(), []
     for sign in (1, -1):
-        scores = {("float32", span): (sign * of * x_N).exp().tolist() for span, of in ((1, 1), (4, -1))}
-        long.append(Long([*range(10)], scores, dict.fromkeys((1, 4), torch.nn.functional.pad(x_N[:, None], (0, 5)))))
-    single = analysis.long_predictions(long).groupby(["span", "response"])["single"].mean().to_dict()
-    place = single[0, 0]
-    assert single == pytest.approx({(0, 0): place, (0, 1): -place, (1, 0): -1, (1, 1): -1, (4, 0): 1, (4, 1): 1})
+        signs = {("float32", 1): sign, ("float32", 4): -sign, ("bfloat16", 1): -sign}
+        means = {span: torch.nn.functional.pad(of * x_N[:, None], (0, 5)) for span, of in ((1, 1), (4, -1))}
+        long.append(Long([*range(10)], {key: (of * x_N).exp().tolist() for key, of in signs.items()}, means))
+    found = analysis.long_predictions(long).groupby(["kind", "span"], sort=False)[["single", "longest"]].mean()
+    assert found.to_numpy() == pytest.approx(torch.tensor([[-1, 1], [-1, 1], [1, -1], [0, 0]]).numpy())
 
 
 def test_the_study_on_a_random_model(monkeypatch, tmp_path):
