@@ -234,7 +234,7 @@ def labels_fidelity() -> str:
 def labels_units() -> str:
     """In long texts, predictions beyond position by the length of the units that they were fitted with."""
     rows = rows_of("labels_smollm2_cpu", "Predictions in long texts")
-    found = {(row["labels"], row["tokens of a unit"]): row["beyond position"] for row in rows}
+    found = {(row["labels"], row["tokens of a unit"]): row["single tokens, beyond position"] for row in rows}
     shown = {"float32": "float32", "bfloat16": "bf16, behind a cached prefix", "bfloat16, whole": "bf16, whole copies"}
     lines = ([label, *(found[kind, span] for span in ("1", "4", "8", "16"))] for kind, label in shown.items())
     return table(" labels in | units of 1 token | 4 | 8 | 16 ", lines)
